@@ -109,7 +109,10 @@ def cases(folder: Path) -> list[Json]:
 def measurements(folder: Path) -> list[Json]:
     program = folder / "blackwell_first_hour"
     flags = ["-std=c++20", "-O3", "-gencode", "arch=compute_100a,code=sm_100a", "--expt-relaxed-constexpr"]
+    generated = folder / "generated"
+    output_of(sys.executable, ROOT / "scripts" / "declare", "--write", generated)
     flags += ["-DHOPWELL_TARGET=sm100", f"-I{ROOT / 'src'}", f"-I{ROOT / 'include'}", f"-I{ROOT}"]
+    flags.append(f"-I{generated / 'include'}")
     output_of("nvcc", *flags, SOURCE, "-o", program)
     results: list[Json] = json.loads(output_of(program))
     expected = emulated(folder)

@@ -183,7 +183,7 @@ struct Suite {
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
 };
 
-const std::vector<Suite>& suites();  // all operators, in the order of docs/operators
+const std::vector<Suite>& suites();  // all operators, in the order of src/ops
 
 // The error of one output against its reference.
 struct Comparison {

@@ -303,26 +303,24 @@ std::string verify_selection(const Inputs& in, const Array& indices, const Array
 
 void select(const Inputs& in, const Array& indices, const Array& scores, Workspace& workspace, const char* backend,
             Stream stream) {
-  const auto positions = view_of(in.q_positions), start = view_of(in.k_start), end = view_of(in.k_end),
-             q_scale = view_of(in.q_scale), k_scale = view_of(in.k_scale);
-  run_with_workspace<LightningIndexerArgs>(hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes,
-                                           workspace,
-                                           {.q_index = in.q->view(),
-                                            .k_index = in.k->view(),
-                                            .weights = in.weights->view(),
-                                            .q_scale = pointer(q_scale),
-                                            .k_scale = pointer(k_scale),
-                                            .q_positions = pointer(positions),
-                                            .has_q_start = in.problem.positions == Indexer::Positions::kStart,
-                                            .q_start = in.problem.q_start,
-                                            .kv_stride = in.problem.kv_stride,
-                                            .k_start = pointer(start),
-                                            .k_end = pointer(end),
-                                            .no_relu = !in.problem.relu,
-                                            .indices = indices.view(),
-                                            .scores = scores.view(),
-                                            .backend = backend},
-                                           stream);
+  const bool has_start = in.problem.positions == Indexer::Positions::kStart;
+  run_with_workspace<LightningIndexerArgs>(
+      hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes, workspace,
+      {.q_index = in.q->view(),
+       .k_index = in.k->view(),
+       .weights = in.weights->view(),
+       .q_scale = view_of(in.q_scale),
+       .k_scale = view_of(in.k_scale),
+       .selection = {.q_positions = view_of(in.q_positions),
+                     .q_start = has_start ? std::optional(in.problem.q_start) : std::nullopt,
+                     .kv_stride = in.problem.kv_stride,
+                     .k_start = view_of(in.k_start),
+                     .k_end = view_of(in.k_end)},
+       .relu = in.problem.relu,
+       .indices = indices.view(),
+       .scores = scores.view(),
+       .backend = backend},
+      stream);
 }
 
 // Holds for any rounding of a backend: with topk = s_kv it returns all scores of a query, and with a smaller topk the
@@ -824,27 +822,23 @@ Instance make_backward(Random& random, const Indexer& p) {
   instance.repeatable = p.deterministic;
   instance.call = [in, loss, row_loss, &d_q, &d_k, &d_weights, &workspace = *instance.workspace](const char* backend,
                                                                                                  Stream stream) {
-    const auto start = view_of(in.k_start), end = view_of(in.k_end), row_weights = view_of(in.row_weights),
-               d_loss = view_of(in.d_loss), loss_view = view_of(loss), row_loss_view = view_of(row_loss);
-    const Tensor given = in.given->view();
     const bool has_target = !in.problem.given;
     run_with_workspace<LightningIndexerBackwardArgs>(
         hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes, workspace,
-        {.target = has_target ? static_cast<const DLTensor*>(given) : nullptr,
-         .d_scores = has_target ? nullptr : static_cast<const DLTensor*>(given),
+        {.target = view_of(has_target ? in.given : nullptr),
          .q_index = in.q->view(),
          .k_index = in.k->view(),
          .weights = in.weights->view(),
          .indices = in.indices->view(),
-         .k_start = pointer(start),
-         .k_end = pointer(end),
-         .row_weights = pointer(row_weights),
+         .d_scores = view_of(has_target ? nullptr : in.given),
+         .selection = {.k_start = view_of(in.k_start), .k_end = view_of(in.k_end)},
+         .row_weights = view_of(in.row_weights),
+         .d_loss_array = view_of(in.d_loss),
          .d_loss = in.d_loss ? 1 : in.problem.d_loss,
-         .d_loss_array = pointer(d_loss),
-         .no_relu = !in.problem.relu,
+         .relu = in.problem.relu,
          .deterministic = in.problem.deterministic,
-         .loss = pointer(loss_view),
-         .row_loss = pointer(row_loss_view),
+         .loss = view_of(loss),
+         .row_loss = view_of(row_loss),
          .d_q_index = d_q.view(),
          .d_k_index = d_k.view(),
          .d_weights = d_weights.view(),

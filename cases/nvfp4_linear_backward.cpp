@@ -89,14 +89,13 @@ Instance make(Random& random, const Backward& p) {
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, weight, reciprocal, &d_out, &global, &d_x, &workspace](const char* backend, Stream stream) {
-    const Tensor global_view = global.view();
     const bool as_array = p.global_as == GlobalAs::kArray || p.global_as == GlobalAs::kReciprocalArray;
     run_with_workspace<Nvfp4LinearBackwardArgs>(
         hopwell::nvfp4_linear_backward, nvfp4_linear_backward_workspace_bytes, workspace,
         {.d_out = d_out.view(),
          .weight = weight.codes->view(),
          .weight_scale = weight.scales->view(),
-         .weight_global = as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
+         .weight_global = as_array ? global.view() : Tensor(),
          .weight_global_value = as_array ? 1 : p.global,
          .global_is_reciprocal = reciprocal,
          .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,

@@ -184,22 +184,19 @@ Instance make_linear(Random& random, const Linear& p) {
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, weight, reciprocal, bias, &x, &global, &y, &workspace](const char* backend, Stream stream) {
-    const Tensor global_view = global.view();
     const bool as_array = p.global_as == GlobalAs::kArray || p.global_as == GlobalAs::kReciprocalArray;
-    const std::optional<Tensor> bias_view = bias != nullptr ? std::optional(bias->view()) : std::nullopt;
-    run_with_workspace<Nvfp4LinearArgs>(
-        hopwell::nvfp4_linear, nvfp4_linear_workspace_bytes, workspace,
-        {.x = x.view(),
-         .weight = weight.codes->view(),
-         .weight_scale = weight.scales->view(),
-         .weight_global = as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
-         .weight_global_value = as_array ? 1 : p.global,
-         .global_is_reciprocal = reciprocal,
-         .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
-         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
-         .out = y.view(),
-         .backend = backend},
-        stream);
+    run_with_workspace<Nvfp4LinearArgs>(hopwell::nvfp4_linear, nvfp4_linear_workspace_bytes, workspace,
+                                        {.x = x.view(),
+                                         .weight = weight.codes->view(),
+                                         .weight_scale = weight.scales->view(),
+                                         .weight_global = as_array ? global.view() : Tensor(),
+                                         .weight_global_value = as_array ? 1 : p.global,
+                                         .global_is_reciprocal = reciprocal,
+                                         .bias = bias != nullptr ? bias->view() : Tensor(),
+                                         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+                                         .out = y.view(),
+                                         .backend = backend},
+                                        stream);
   };
   instance.flops = 2.0 * static_cast<double>(p.n * p.rows * p.k);
   instance.bytes = weight.bytes() + static_cast<double>((x.size() + y.size() + (p.bias ? p.rows : 0)) *
@@ -264,7 +261,6 @@ Instance make_matmul(Random& random, const Matmul& p) {
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, a, b, bias, &c, &workspace](const char* backend, Stream stream) {
-    const std::optional<Tensor> bias_view = bias != nullptr ? std::optional(bias->view()) : std::nullopt;
     run_with_workspace<Nvfp4MatmulArgs>(hopwell::nvfp4_matmul, nvfp4_matmul_workspace_bytes, workspace,
                                         {.a = a.codes->view(),
                                          .b = b.codes->view(),
@@ -272,7 +268,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
                                          .sfb = b.scales->view(),
                                          .alpha = p.alpha,
                                          .global_is_reciprocal = p.reciprocal,
-                                         .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
+                                         .bias = bias != nullptr ? bias->view() : Tensor(),
                                          .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
                                          .out = c.view(),
                                          .backend = backend},

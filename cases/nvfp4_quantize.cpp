@@ -138,18 +138,16 @@ Instance make_quantize(Random& random, const Quantize& p) {
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, &x, &given, &codes, &scales, &global, &workspace](const char* backend, Stream stream) {
-    const Tensor given_view = given.view();
-    run_with_workspace<Nvfp4QuantizeArgs>(
-        hopwell::nvfp4_quantize, nvfp4_quantize_workspace_bytes, workspace,
-        {.x = x.view(),
-         .global_in = p.global_as_array ? static_cast<const DLTensor*>(given_view) : nullptr,
-         .global_in_value = p.global_as_array ? 0 : p.global.value_or(0),
-         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
-         .codes = codes.view(),
-         .scales = scales.view(),
-         .global_scale = global.view(),
-         .backend = backend},
-        stream);
+    run_with_workspace<Nvfp4QuantizeArgs>(hopwell::nvfp4_quantize, nvfp4_quantize_workspace_bytes, workspace,
+                                          {.x = x.view(),
+                                           .global_in = p.global_as_array ? given.view() : Tensor(),
+                                           .global_in_value = p.global_as_array ? std::nullopt : p.global,
+                                           .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+                                           .codes = codes.view(),
+                                           .scales = scales.view(),
+                                           .global_scale = global.view(),
+                                           .backend = backend},
+                                          stream);
   };
   instance.bytes = static_cast<double>(x.size()) * (static_cast<double>(size_of(p.dtype)) + 9.0 / 16);
   instance.flops = 2 * static_cast<double>(x.size());
@@ -187,10 +185,9 @@ Instance make_dequantize(Random& random, const Dequantize& p) {
       self.outputs[0].expected.push_back(matrix.value(i / p.k, i % p.k) * factor);
   };
   instance.call = [p, matrix, &global, &x](const char* backend, Stream stream) {
-    const Tensor global_view = global.view();
     hopwell::nvfp4_dequantize({.codes = matrix.codes->view(),
                                .scales = matrix.scales->view(),
-                               .global_scale = p.global_as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
+                               .global_scale = p.global_as_array ? global.view() : Tensor(),
                                .global_value = p.global_as_array ? 1 : p.global,
                                .global_is_reciprocal = p.reciprocal,
                                .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,

@@ -285,14 +285,12 @@ Tensor FarCache::of(const Array& cache) {
 }
 
 void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
-  std::array<std::optional<Tensor>, 12> views;  // without memory of their own: tests let the operator's run out
-  std::size_t count = 0;
-  const auto keep = [&](const Tensor& tensor) -> const DLTensor* { return views.at(count++).emplace(tensor); };
-  const auto view = [&](const Array* array) { return array == nullptr ? nullptr : keep(array->view()); };
+  const auto view = [](const Array* array) { return array == nullptr ? Tensor() : array->view(); };
+  const std::optional<std::int64_t> window = c.window > 0 ? std::optional(c.window) : std::nullopt;
   const bool distance = c.bias == BiasForm::kDistance;
   const PagedAttentionArgs args = {.q = view(a.q),
-                                   .k_cache = a.far_k ? keep(a.far_k->of(*a.k)) : view(a.k),
-                                   .v_cache = a.far_v ? keep(a.far_v->of(*a.v)) : view(a.v),
+                                   .k_cache = a.far_k ? a.far_k->of(*a.k) : view(a.k),
+                                   .v_cache = a.far_v ? a.far_v->of(*a.v) : view(a.v),
                                    .block_tables = view(a.tables),
                                    .context_lens = view(a.lengths),
                                    .scale = c.scale,
@@ -301,11 +299,11 @@ void call(const Config& c, const Arrays& a, Workspace& workspace, const char* ba
                                    .bias = view(a.bias),
                                    .bias_kind = distance ? HOPWELL_BIAS_DISTANCE : HOPWELL_BIAS_KEY,
                                    .out_of_range = c.out_of_range,
-                                   .post_scale = c.post_scale,
+                                   .pre_scale = !c.post_scale,
                                    .pos_bias_v = view(a.pos_bias_v),
                                    .r = view(a.r),
                                    .alibi_slopes = view(a.slopes),
-                                   .window = c.window,
+                                   .window = window,
                                    .out = view(a.out),
                                    .lse = view(a.lse),
                                    .backend = backend};

@@ -125,8 +125,16 @@ void plant_nan(const SparseMlaInputs& in) {
 
 }  // namespace
 
-std::optional<Tensor> view_of(const Array* array) {
-  return array == nullptr ? std::nullopt : std::optional<Tensor>(array->view());
+Tensor view_of(const Array* array) { return array == nullptr ? Tensor() : array->view(); }
+
+SelectionArgs SparseMlaInputs::selection() const {
+  SelectionArgs selection{.topk_length = view_of(topk_length),
+                          .q_positions = view_of(q_positions),
+                          .kv_stride = problem.kv_stride,
+                          .k_start = view_of(k_start),
+                          .k_end = view_of(k_end)};
+  if (problem.positions == SparseMla::Positions::kStart) selection.q_start = problem.q_start;
+  return selection;
 }
 
 Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,

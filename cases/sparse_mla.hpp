@@ -73,6 +73,7 @@ struct SparseMlaInputs {
   SparseMla problem;
   Array *q = nullptr, *kv = nullptr, *indices = nullptr;
   Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr;
+  [[nodiscard]] SelectionArgs selection() const;
 };
 // k_start and k_end [s_q], with a stride of `stride` elements: eight queries with special ranges, then three documents,
 // in which a query sees the keys up to its own.
@@ -84,11 +85,8 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
 Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
                  const std::vector<std::int64_t>& shape);
 
-// The optional arguments, as the operators expect them.
-std::optional<Tensor> view_of(const Array* array);
-inline const DLTensor* pointer(const std::optional<Tensor>& tensor) {
-  return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr;
-}
+// An optional argument: absent if there is no array.
+Tensor view_of(const Array* array);
 
 // One query in float64: its valid entries and, for every head, their scores. This and the functions below use all
 // threads. One thread computes each number, so that the bits do not depend on the number of threads.

@@ -147,35 +147,26 @@ void set_expected(Instance& instance, const Arrays& a) {
 }
 
 void call(const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
-  const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions),
-             start = view_of(a.in.k_start), end = view_of(a.in.k_end), indices = view_of(a.in.indices);
-  const auto dq = view_of(a.dq), dkv = view_of(a.dkv), d_sink = view_of(a.d_sink), attn = view_of(a.attn);
   run_with_workspace<SparseMlaBackwardArgs>(hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes,
                                             workspace,
                                             {.d_out = a.d_out->view(),
                                              .q = a.in.q->view(),
                                              .kv = a.in.kv->view(),
-                                             .indices = pointer(indices),
+                                             .indices = view_of(a.in.indices),
                                              .out = a.out->view(),
                                              .lse = a.lse->view(),
                                              .sm_scale = a.in.problem.sm_scale,
                                              .d_v = a.in.problem.d_v,
-                                             .attn_sink = pointer(sink),
-                                             .topk_length = pointer(length),
-                                             .q_positions = pointer(positions),
-                                             .has_q_start = a.in.problem.positions == SparseMla::Positions::kStart,
-                                             .q_start = a.in.problem.q_start,
-                                             .kv_stride = a.in.problem.kv_stride,
-                                             .k_start = pointer(start),
-                                             .k_end = pointer(end),
+                                             .attn_sink = view_of(a.in.attn_sink),
+                                             .selection = a.in.selection(),
                                              .deterministic = a.options.deterministic,
                                              .accumulate = a.options.accumulate,
                                              .indices_ascending = a.options.ascending,
                                              .share_keys = a.options.share_keys,
-                                             .dq = pointer(dq),
-                                             .dkv = pointer(dkv),
-                                             .d_sink = pointer(d_sink),
-                                             .attn = pointer(attn),
+                                             .dq = view_of(a.dq),
+                                             .dkv = view_of(a.dkv),
+                                             .d_sink = view_of(a.d_sink),
+                                             .attn = view_of(a.attn),
                                              .backend = backend},
                                             stream);
 }

@@ -25,7 +25,7 @@ foreach(backend sm80 sm90 sm100)
   add_library(hopwell_${backend} OBJECT ${kernels})
   set_target_properties(hopwell_${backend} PROPERTIES
     CUDA_ARCHITECTURES "${HOPWELL_ARCHITECTURE_${backend}}" CUDA_VISIBILITY_PRESET hidden)
-  target_include_directories(hopwell_${backend} PRIVATE include src)
+  target_include_directories(hopwell_${backend} PRIVATE ${HOPWELL_INCLUDES} src)
   target_compile_definitions(hopwell_${backend} PRIVATE HOPWELL_TARGET=${backend})
   target_compile_options(hopwell_${backend} PRIVATE --expt-relaxed-constexpr)
   # A kernel that spills or has a stack frame is an error. With HOPWELL_EVERY_GPU sm80.cu is exempt, because the compiler needs a

@@ -65,6 +65,7 @@ def make_inputs(app: object) -> None:
     pages.
     """
     (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "scripts/declare", "--write", str(BUILD / "declared")], cwd=ROOT, check=True)
     subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
     plots.draw_all(HERE / "_generated")
     emulated.draw(HERE / "_generated")

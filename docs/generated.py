@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,11 @@ import figures
 from pieces import rst, table
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "declare"))
+
+import declarations  # noqa: E402
+from declare import Operator  # noqa: E402
+
 PACKAGE = ROOT / "python" / "hopwell"
 MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 BACKENDS = ("cpu", "sm80", "sm90", "sm100")
@@ -23,18 +29,15 @@ BACKENDS = ("cpu", "sm80", "sm90", "sm100")
 # ---- lists from the sources ----------------------------------------------------------------------------------------
 
 
+def declared() -> dict[str, Operator]:
+    """Returns the declarations of the operators (src/ops/*/declaration.py) in the order of the README's table."""
+    operators = {operator.name: operator for operator in declarations.load()}
+    return {name: operators[name] for name in sorted(operators, key=list(readme_chips()).index)}
+
+
 def operators() -> list[str]:
-    """Returns the operators in the order of the table in the Python package."""
-    tree = ast.parse((PACKAGE / "_ops" / "__init__.py").read_text())
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id == "_OPERATORS"
-        ):
-            functions = next(n for n in ast.walk(node) if isinstance(n, ast.Tuple))
-            return [n.id for n in functions.elts if isinstance(n, ast.Name)]
-    raise ValueError("python/hopwell/_ops/__init__.py has no table of operators")
+    """Returns the names of the operators."""
+    return list(declared())
 
 
 def docstrings() -> dict[str, str]:
@@ -119,20 +122,19 @@ def compat() -> str:
 
 
 def formula(operator: str) -> str:
-    """The header's formula, if the Python docstring has none."""
-    if "=" in docstrings()[operator].partition("Args:")[0]:
+    """The declared formula, if the Python docstring has none."""
+    text = inspect.cleandoc(declared()[operator].formula)
+    if not text or "=" in docstrings()[operator].partition("Args:")[0]:
         return ""
-    header = (ROOT / "include" / "hopwell" / "hopwell.h").read_text()
-    comment = header.partition(f"typedef struct hopwell_{operator}_args")[0].rpartition("/**")[2]
-    lines = [re.sub(r"^ \*/? ?", "", line) for line in comment.splitlines()]
-    text = inspect.cleandoc("\n".join(line for line in lines if line.startswith("    ") or not line))
     return f"```text\n{text}\n```\n"
 
 
 def cpp(operator: str) -> str:
-    """An operator's C++ program, which the installation test runs, and its argument struct from the header."""
+    """An operator's C++ program, which the installation test runs, and its generated argument struct."""
     program = f"```{{literalinclude}} ../../tests/install/operators/{operator}.cpp\n:language: cpp\n```\n\n"
-    return program + rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
+    return program + rst(
+        f".. doxygenstruct:: hopwell::{declared()[operator].camel}Args\n   :members:\n   :undoc-members:\n"
+    )
 
 
 def command() -> str:
@@ -154,7 +156,10 @@ def command() -> str:
 def cpp_structs() -> str:
     """A reference to the page that describes the argument structs."""
     return (
-        "\n".join(f"- [`hopwell_{operator}_args`](../operators/{operator}.md#c-and-c)" for operator in operators())
+        "\n".join(
+            f"- [`hopwell::{operator.camel}Args`, `hopwell_{name}_args`](../operators/{name}.md#c-and-c)"
+            for name, operator in declared().items()
+        )
         + "\n"
     )
 

@@ -237,22 +237,22 @@ std::string Call::with_python_names(const std::string& message, Renamed renamed)
   return message;
 }
 
-const DLTensor* Call::input(const char* name, nb::handle array) { return view(name, array, false); }
-const DLTensor* Call::output(const char* name, nb::handle array) { return view(name, array, true); }
+Tensor Call::input(const char* name, nb::handle array) { return view(name, array, false); }
+Tensor Call::output(const char* name, nb::handle array) { return view(name, array, true); }
 
-const DLTensor* Call::view(const char* name, nb::handle array, bool written) {
-  if (array.is_none()) return nullptr;
+Tensor Call::view(const char* name, nb::handle array, bool written) {
+  if (array.is_none()) return {};
   static PyObject* const array_struct = PyUnicode_InternFromString("__array_struct__");
-  std::optional<Tensor>& slot = tensors_.at(count_);
+  Tensor tensor;
   const ArrayType type = type_of(array);
   if (type.api != nullptr) {
-    slot.emplace(exchanged(name, array, *type.api));
+    tensor = exchanged(name, array, *type.api);
   } else if (nb::object& capsule = capsules_.at(count_) = attribute(array, array_struct); capsule.is_valid()) {
-    slot.emplace(numpy_view(name, array, capsule, written));
+    tensor = numpy_view(name, array, capsule, written);
   } else {
-    slot.emplace(dlpack_view(name, array, written));
+    tensor = dlpack_view(name, array, written);
   }
-  const bool may_be_lazy = !written && ((*slot)->dtype.code == kDLFloat || (*slot)->dtype.code == kDLBfloat);
+  const bool may_be_lazy = !written && (tensor->dtype.code == kDLFloat || tensor->dtype.code == kDLBfloat);
   if (may_be_lazy && type.is_torch)
     check_torch(name, array,
                 "requires grad, which this function does not track: use hopwell.torch, detach() it, or call under"
@@ -260,8 +260,9 @@ const DLTensor* Call::view(const char* name, nb::handle array, bool written) {
   if (count_++ == 0) {
     first_ = array;
     first_api_ = type.api;
+    device_ = tensor->device;
   }
-  return *slot;
+  return tensor;
 }
 
 static Tensor tensor_of(const DLTensor& t) {
@@ -421,8 +422,31 @@ std::int64_t Call::integer(const char* name, nb::handle value) const {
   return number;
 }
 
-std::int64_t Call::integer(const char* name, nb::handle value, std::int64_t if_none) const {
-  return value.is_none() ? if_none : integer(name, value);
+std::optional<std::int64_t> Call::optional_integer(const char* name, nb::handle value) const {
+  if (value.is_none()) return std::nullopt;
+  return integer(name, value);
+}
+
+// Numbers of numpy are numbers too. Arrays have __dlpack__, which is the quicker question.
+static bool is_number(nb::handle value) {
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) return true;
+  if (nb::hasattr(value, "__dlpack__")) return false;
+  return PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1;
+}
+
+void Call::number_or_tensor(const char* name, nb::handle value, Tensor& tensor, std::optional<float>& number) {
+  if (value.is_none()) return;
+  if (is_number(value))
+    number = real(name, value);
+  else
+    tensor = input(name, value);
+}
+
+void Call::number_or_tensor(const char* name, nb::handle value, Tensor& tensor, float& number) {
+  if (value.is_none()) fail(name, "a number or a 0-d float32 array", "None");
+  std::optional<float> given;
+  number_or_tensor(name, value, tensor, given);
+  number = given.value_or(number);
 }
 
 bool Call::flag(const char* name, nb::handle value) const {
@@ -435,7 +459,7 @@ bool Call::flag(const char* name, nb::handle value) const {
 }
 
 bool Call::may_need_workspace() const {
-  const bool on_cpu = count_ == 0 || (*tensors_[0])->device.device_type == kDLCPU;
+  const bool on_cpu = count_ == 0 || device_.device_type == kDLCPU;
   return !on_cpu || (backend_ != nullptr && std::string_view(backend_) != "cpu");  // the CPU's is always 0
 }
 
@@ -449,7 +473,7 @@ void* Call::workspace(std::size_t bytes) {
 void* Call::allocated(const ExchangeApi& api, std::size_t bytes) {
   auto size = static_cast<std::int64_t>(bytes);
   DLTensor prototype{};
-  prototype.device = (*tensors_[0])->device;
+  prototype.device = device_;
   prototype.ndim = 1;
   prototype.dtype = {kDLUInt, 8, 1};
   prototype.shape = &size;
@@ -469,9 +493,8 @@ Stream Call::stream() const {
     return reinterpret_cast<Stream>(integer("stream", stream_));
   }
   if (count_ == 0 || first_api_ == nullptr || first_api_->current_work_stream == nullptr) return nullptr;
-  const DLDevice device = (*tensors_[0])->device;
   void* current = nullptr;
-  if (device.device_type == kDLCUDA && first_api_->current_work_stream(kDLCUDA, device.device_id, &current) != 0)
+  if (device_.device_type == kDLCUDA && first_api_->current_work_stream(kDLCUDA, device_.device_id, &current) != 0)
     throw nb::python_error();
   return current;
 }

@@ -46,6 +46,9 @@ class WithoutLock {
   PyThreadState* state_;
 };
 
+// Adds the operators' functions to the module. They are generated from src/ops/<operator>/declaration.py.
+void define_operators(nb::module_& module);
+
 // Runs the Python handlers of pending signals, such as Ctrl-C. True if one raised an exception, which is then set.
 bool signal_raised();
 
@@ -54,18 +57,22 @@ class Call {
   Call(const char* operator_name, nb::handle backend, nb::handle stream);
 
   // Views of arrays: any type with DLPack's C exchange functions (torch), __array_struct__ (numpy, including read-only
-  // arrays and the types of ml_dtypes) or __dlpack__. None gives null. They are valid during the lifetime of the Call
-  // and of the arrays.
-  const DLTensor* input(const char* name, nb::handle array);
-  const DLTensor* output(const char* name, nb::handle array);
+  // arrays and the types of ml_dtypes) or __dlpack__. None gives an absent tensor. They are valid during the lifetime of
+  // the Call and of the arrays.
+  Tensor input(const char* name, nb::handle array);
+  Tensor output(const char* name, nb::handle array);
 
   // For an output that the user supplied, which may have an autograd history in torch.
   void check_given(const char* name, nb::handle array);
 
   [[nodiscard]] float real(const char* name, nb::handle value) const;
   [[nodiscard]] std::int64_t integer(const char* name, nb::handle value) const;
-  [[nodiscard]] std::int64_t integer(const char* name, nb::handle value, std::int64_t if_none) const;
+  [[nodiscard]] std::optional<std::int64_t> optional_integer(const char* name, nb::handle value) const;
   [[nodiscard]] bool flag(const char* name, nb::handle value) const;
+
+  // A number or an array of one element, and absence too if the number may be absent.
+  void number_or_tensor(const char* name, nb::handle value, Tensor& tensor, std::optional<float>& number);
+  void number_or_tensor(const char* name, nb::handle value, Tensor& tensor, float& number);
 
   template <class Enum>
   using Choices = std::initializer_list<std::pair<const char*, Enum>>;
@@ -121,7 +128,7 @@ class Call {
 
   static constexpr std::size_t kMaxArrays = 20;
 
-  const DLTensor* view(const char* name, nb::handle array, bool written);
+  Tensor view(const char* name, nb::handle array, bool written);
   Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api) const;
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
@@ -139,9 +146,9 @@ class Call {
   const char* backend_ = nullptr;
   Explanation* explanation_ = nullptr;
   nb::handle stream_;
-  std::array<std::optional<Tensor>, kMaxArrays> tensors_;
-  std::size_t count_ = 0;
-  nb::handle first_;  // the first array; it determines the device of outputs and workspace
+  std::size_t count_ = 0;  // of arrays
+  nb::handle first_;       // the first array; it determines the device of outputs and workspace
+  DLDevice device_{};      // of the first array
   const ExchangeApi* first_api_ = nullptr;
   // Possible owners of the memory of arrays from __array_struct__, kept until the call ends.
   std::array<nb::object, kMaxArrays> capsules_;

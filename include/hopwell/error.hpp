@@ -2,7 +2,7 @@
 #ifndef HOPWELL_ERROR_HPP_
 #define HOPWELL_ERROR_HPP_
 
-#include <hopwell/hopwell.h>
+#include <hopwell/status.h>
 
 #include <stdexcept>
 #include <string>

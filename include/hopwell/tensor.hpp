@@ -1,15 +1,17 @@
-// Element types, and a view of a tensor that converts to the `const DLTensor*` of the argument structs.
+// Element types, and a view of a tensor, which converts to the `const DLTensor*` of C and back.
 #ifndef HOPWELL_TENSOR_HPP_
 #define HOPWELL_TENSOR_HPP_
 
 #include <dlpack/dlpack.h>
+#include <hopwell/error.hpp>
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <span>
-#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 namespace hopwell {
@@ -65,7 +67,7 @@ constexpr DLDataType dlpack_dtype() {
 ///     Tensor q(pointer, {s_q, h_q, d_qk});                                    // row-major, on the host
 ///     Tensor k(pointer, {s_kv, d_qk}, {.strides = {1024, 1}, .device = {kDLCUDA, 0}});
 ///
-/// The view stores shape and strides, so an argument struct that points to a Tensor is valid as long as the Tensor is.
+/// A default-constructed tensor is absent. The view stores shape and strides, and the C++ argument structs store the view.
 class Tensor {
  public:
   static constexpr int kMaxDims = 8;
@@ -76,58 +78,76 @@ class Tensor {
     DLDevice device = {kDLCPU, 0};
   };
 
+  Tensor() = default;
+
   template <class T>
   Tensor(T* data, std::initializer_list<std::int64_t> shape) : Tensor(data, shape, Options{}) {}
 
   template <class T>
-  Tensor(T* data, std::initializer_list<std::int64_t> shape, const Options& options) {
-    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), options.device, shape.begin(),
-         shape.size());
-    if (options.strides.size() == shape.size()) {
-      std::copy(options.strides.begin(), options.strides.end(), strides_.begin());
-    } else if (options.strides.size() == 0) {
-      std::uint64_t stride = 1;  // may wrap; the operators check whether memory can hold the shape
-      for (auto i = shape.size(); i-- > 0; stride *= static_cast<std::uint64_t>(std::max<std::int64_t>(shape_[i], 1)))
-        strides_[i] = static_cast<std::int64_t>(stride);
-    } else {
-      throw std::invalid_argument("Tensor: shape and strides differ in length");
-    }
+  Tensor(T* data, std::initializer_list<std::int64_t> shape, const Options& options)
+      : Tensor(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(),
+               std::span(shape.begin(), shape.size()), std::span(options.strides.begin(), options.strides.size()),
+               options.device) {}
+
+  /// For element types that are known only at run time. Empty strides mean row-major.
+  Tensor(void* data, DLDataType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> strides,
+         DLDevice device = {kDLCPU, 0})
+      : present_(true) {
+    if (shape.size() > kMaxDims) refuse("shape", "of at most 8 dimensions", shape.size());
+    if (!strides.empty() && strides.size() != shape.size())
+      refuse("strides", "as many as dimensions, or none", strides.size());
+    std::copy(shape.begin(), shape.end(), shape_.begin());
+    std::copy(strides.begin(), strides.end(), strides_.begin());
+    std::uint64_t stride = 1;  // may wrap; the operators check whether memory can hold the shape
+    for (auto i = strides.empty() ? shape.size() : 0; i-- > 0;
+         stride *= static_cast<std::uint64_t>(std::max<std::int64_t>(shape_[i], 1)))
+      strides_[i] = static_cast<std::int64_t>(stride);
+    tensor_ = {data, device, static_cast<std::int32_t>(shape.size()), dtype, shape_.data(), strides_.data(), 0};
   }
 
-  /// For element types that are known only at run time.
-  Tensor(void* data, DLDataType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> strides,
-         DLDevice device = {kDLCPU, 0}) {
-    if (shape.size() != strides.size()) throw std::invalid_argument("Tensor: shape and strides differ in length");
-    init(data, dtype, device, shape.data(), shape.size());
-    std::copy(strides.begin(), strides.end(), strides_.begin());
+  /// A tensor of C or of another library; null is an absent tensor. The operators refuse a description without
+  /// valid sizes.
+  Tensor(const DLTensor* tensor) noexcept : present_(tensor != nullptr) {  // NOLINT(google-explicit-constructor)
+    if (tensor == nullptr) return;
+    tensor_ = *tensor;
+    if (tensor->ndim < 0 || tensor->ndim > kMaxDims || tensor->shape == nullptr) return;
+    std::copy(tensor->shape, tensor->shape + tensor->ndim, shape_.begin());
+    tensor_.shape = shape_.data();
+    if (tensor->strides == nullptr) return;
+    std::copy(tensor->strides, tensor->strides + tensor->ndim, strides_.begin());
+    tensor_.strides = strides_.data();
   }
 
   Tensor(const Tensor& other) noexcept { *this = other; }
   Tensor& operator=(const Tensor& other) noexcept {
+    const bool own_shape = other.tensor_.shape == other.shape_.data();
+    const bool own_strides = other.tensor_.strides == other.strides_.data();
     shape_ = other.shape_;
     strides_ = other.strides_;
     tensor_ = other.tensor_;
-    tensor_.shape = shape_.data();
-    tensor_.strides = strides_.data();
+    present_ = other.present_;
+    if (own_shape) tensor_.shape = shape_.data();
+    if (own_strides) tensor_.strides = strides_.data();
     return *this;
   }
   ~Tensor() = default;
 
-  operator const DLTensor*() const noexcept {
-    return &tensor_;
-  }  // NOLINT(google-explicit-constructor): implicit conversion is intended
-  const DLTensor* operator->() const noexcept { return &tensor_; }
+  /// Null if the tensor is absent. Valid as long as the Tensor is.
+  operator const DLTensor*() const noexcept {  // NOLINT(google-explicit-constructor): implicit conversion is intended
+    return present_ ? &tensor_ : nullptr;
+  }
+  const DLTensor* operator->() const noexcept { return *this; }
 
  private:
-  void init(void* data, DLDataType dtype, DLDevice device, const std::int64_t* shape, std::size_t ndim) {
-    if (ndim > kMaxDims) throw std::invalid_argument("Tensor: more than 8 dimensions");
-    std::copy(shape, shape + ndim, shape_.begin());
-    tensor_ = {data, device, static_cast<std::int32_t>(ndim), dtype, shape_.data(), strides_.data(), 0};
+  [[noreturn]] static void refuse(const char* what, const char* expected, std::size_t got) {
+    throw Error(HOPWELL_INVALID_ARGUMENT,
+                std::string("Tensor: ") + what + " must be " + expected + "; got " + std::to_string(got));
   }
 
   std::array<std::int64_t, kMaxDims> shape_{};
   std::array<std::int64_t, kMaxDims> strides_{};
   DLTensor tensor_{};
+  bool present_ = false;
 };
 
 }  // namespace hopwell

@@ -179,10 +179,5 @@ template <class Function>
 hopwell_status guarded(Function function) noexcept {
   return guard([](void* context) { (*static_cast<Function*>(context))(); }, &function);
 }
-// For fields of a C argument struct whose default is not zero: replaces zero by the default.
-template <class T>
-void default_if_zero(T& field, T value) {
-  if (field == T{} && !__builtin_signbit(static_cast<double>(field))) field = value;
-}
 
 }  // namespace hopwell::runtime

@@ -1,12 +1,15 @@
-// The C++ and C functions of every operator, generated from its name and its check. The C functions call the C++
-// functions: they reject null pointers, replace zeros by defaults, and convert exceptions to a status and a message.
+// The common part of every operator's functions. The build generates the functions from the declarations, and they call an
+// Entry. The C functions reject null pointers and convert exceptions to a status and a message.
 #pragma once
 
 #include <hopwell/interrupt.hpp>
 
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <exception>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "runtime/backend.hpp"
@@ -15,24 +18,31 @@
 
 namespace hopwell::runtime {
 
-// In C a zero field means the default. In C++ the struct itself has the defaults.
-template <class Args>
-Args with_defaults(Args args) {
-  constexpr Args kDefaults{};
-  if constexpr (requires { args.d_v; }) default_if_zero(args.d_v, kDefaults.d_v);
-  if constexpr (requires { args.kv_stride; }) default_if_zero(args.kv_stride, kDefaults.kv_stride);
-  if constexpr (requires { args.alpha; }) default_if_zero(args.alpha, kDefaults.alpha);
-  if constexpr (requires { args.d_loss; }) default_if_zero(args.d_loss, kDefaults.d_loss);
-  if constexpr (requires { args.weight_global_value; })
-    default_if_zero(args.weight_global_value, kDefaults.weight_global_value);
-  if constexpr (requires { args.global_value; }) default_if_zero(args.global_value, kDefaults.global_value);
-  return args;
+// A number from C, where zero means the default. By its bits: -0.0f is a number, and in a mode that flushes subnormal numbers
+// they compare equal to 0.
+template <class T, class Default>
+Default or_default(T given, const Default& value) {
+  constexpr T kZero{};
+  return std::memcmp(&given, &kZero, sizeof given) == 0 ? value : Default(given);
+}
+
+// An integer from C that may be absent, and that may be 0.
+inline std::optional<std::int64_t> optional_from_c(const char* op, const char* name, bool has, std::int64_t value) {
+  if (has) return value;
+  if (value != 0) Checker(op).fail(name, std::string("0 without has_") + name, std::to_string(value));
+  return std::nullopt;
+}
+
+// Checks that a field which several operators share, and this one does not take, has its default.
+template <class T>
+void refuse(const char* op, const char* name, const T& given, const T& absent) {
+  Checker(op).require(given == absent, name, "absent, because this operator does not take it", "a value");
 }
 
 // Entry point of an operator: an object at namespace scope, which also registers it in operators(). `check` converts
 // the arguments to a problem that all backends may rely on, or throws.
 //
-//     const runtime::Entry entry{"sparse_mla_forward", check};
+//     const runtime::Entry sparse_mla_forward{"sparse_mla_forward", ops::sparse_mla_forward::check};
 template <class Args, class Problem>
 class Entry {
  public:
@@ -52,11 +62,13 @@ class Entry {
     return as_operator([&] { return runtime::explain(check_(args)); });
   }
 
-  hopwell_status run_from_c(const Args* args, Stream stream) const {
-    return from_c(args, [&](const Args& given) { run(given, stream); });
+  template <class CArgs>
+  hopwell_status run_from_c(const CArgs* args, Stream stream) const {
+    return converted(args, [&](const Args& given) { run(given, stream); });
   }
-  hopwell_status workspace_bytes_from_c(const Args* args, std::size_t* bytes) const {
-    return from_c(args, [&](const Args& given) {
+  template <class CArgs>
+  hopwell_status workspace_bytes_from_c(const CArgs* args, std::size_t* bytes) const {
+    return converted(args, [&](const Args& given) {
       Checker(name_).require(bytes != nullptr, "bytes", "given", "null");
       *bytes = workspace_bytes(given);
     });
@@ -81,11 +93,14 @@ class Entry {
     }
   }
 
-  template <class Function>
-  hopwell_status from_c(const Args* args, const Function& function) const {
+  // Calls the function with the arguments as C++ has them.
+  template <class CArgs, class Function>
+  hopwell_status converted(const CArgs* args, const Function& function) const {
     return guarded([&] {
       Checker(name_).require(args != nullptr, "args", "given", "null");
-      function(with_defaults(*args));
+      Args given;
+      from_c(name_, *args, given);
+      function(given);
     });
   }
 

@@ -1,4 +1,4 @@
-/* The same as consumer.cpp through the C interface, with d_v and kv_stride left at zero where their defaults will do. */
+/* The same as consumer.cpp through the C interface, with kv_stride left at zero, and d_v once: zero means the default. */
 #include <hopwell/hopwell.h>
 #include <stdio.h>
 #include <string.h>

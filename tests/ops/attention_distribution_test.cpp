@@ -83,8 +83,10 @@ TEST(AttentionDistribution, ZeroMeansTheDefaultInC) {
   sparse_mla_forward(p.forward());
   c.lse = p.lse;
   attention_distribution(p.distribution());
-  hopwell_attention_distribution_args args = c.distribution();
-  args.kv_stride = 0;
+  const AttentionDistributionArgs cpp = c.distribution();
+  hopwell_attention_distribution_args args{};
+  args.q = cpp.q, args.kv = cpp.kv, args.indices = cpp.indices, args.lse = cpp.lse, args.sm_scale = cpp.sm_scale;
+  args.out = cpp.out;
   ASSERT_EQ(hopwell_attention_distribution(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
   EXPECT_EQ(c.attn, p.attn);
   std::size_t bytes = 7;

@@ -37,7 +37,7 @@ std::vector<float> normal(std::size_t count, unsigned seed) {
 // One call of each operator on fp32 data of its own.
 struct Problem {
   std::int64_t s_q, s_kv, h_index, d_index, topk;
-  bool no_relu = false;
+  bool relu = true;
   std::vector<float> q = normal(static_cast<std::size_t>(s_q * h_index * d_index), 1);
   std::vector<float> k = normal(static_cast<std::size_t>(s_kv * d_index), 2);
   std::vector<float> weights = normal(static_cast<std::size_t>(s_q * h_index), 3);
@@ -57,7 +57,7 @@ struct Problem {
     lightning_indexer({.q_index = q_view(),
                        .k_index = k_view(),
                        .weights = weights_view(),
-                       .no_relu = no_relu,
+                       .relu = relu,
                        .indices = indices_view(),
                        .scores = scores_view()});
   }
@@ -67,7 +67,7 @@ struct Problem {
                                 .k_index = k_view(),
                                 .weights = weights_view(),
                                 .indices = indices_view(),
-                                .no_relu = no_relu,
+                                .relu = relu,
                                 .loss = Tensor(loss.data(), {1}),
                                 .d_q_index = Tensor(d_q.data(), {s_q, h_index, d_index}),
                                 .d_k_index = Tensor(d_k.data(), {s_kv, d_index}),
@@ -142,9 +142,9 @@ TEST(LightningIndexer, ScoresAreOptional) {
 
 // Of the same scores the loss against their softmax is none, with the relu and without it; of the others there is one.
 TEST(LightningIndexer, SelectsByTheScoresOfTheLoss) {
-  for (const bool no_relu : {false, true}) {
+  for (const bool relu : {true, false}) {
     Problem p{5, 100, 4, 16, 10};
-    p.no_relu = no_relu;
+    p.relu = relu;
     p.forward();
     for (std::int64_t s = 0; s < p.s_q; ++s) {
       const auto first = p.scores.begin() + s * p.topk, end = first + p.topk;
@@ -155,10 +155,10 @@ TEST(LightningIndexer, SelectsByTheScoresOfTheLoss) {
                      [&](float score) { return std::exp(score - peak) / sum; });
     }
     p.backward();
-    EXPECT_NEAR(p.loss[0], 0, 1e-4) << no_relu;
-    p.no_relu = !no_relu;
+    EXPECT_NEAR(p.loss[0], 0, 1e-4) << relu;
+    p.relu = !relu;
     p.backward();
-    EXPECT_GT(p.loss[0], 0.1) << no_relu;
+    EXPECT_GT(p.loss[0], 0.1) << relu;
   }
 }
 
@@ -194,9 +194,9 @@ TEST(LightningIndexer, BadArgumentsAreNamedAndWriteNothing) {
             "float64 [3, 2, 8]");
   args = good;
   const Tensor q_scale(p.d_weights.data(), {3, 2}), k_scale(p.d_k.data(), {10});
-  for (const DLTensor** scale : {&args.q_scale, &args.k_scale}) {
+  for (Tensor* scale : {&args.q_scale, &args.k_scale}) {
     args = good;
-    *scale = scale == &args.q_scale ? static_cast<const DLTensor*>(q_scale) : k_scale;
+    *scale = scale == &args.q_scale ? q_scale : k_scale;
     EXPECT_EQ(
         message(args),
         "lightning_indexer: q_scale and k_scale are those of float8_e4m3fn q_index and k_index; scales of bfloat16 "
@@ -226,12 +226,16 @@ TEST(LightningIndexer, BadArgumentsAreNamedAndWriteNothing) {
   args.indices = scores;
   EXPECT_EQ(message(args), "lightning_indexer: indices must be int32 [s_q=3, topk]; got float32 [3, 4]");
   args = good;
-  args.kv_stride = 0;
+  args.selection.kv_stride = 0;
   EXPECT_EQ(message(args), "lightning_indexer: kv_stride must be at least 1; got 0");
   args = good;
-  args.q_positions = position_view;
-  args.has_q_start = true;
+  args.selection.q_positions = position_view;
+  args.selection.q_start = 0;
   EXPECT_EQ(message(args), "lightning_indexer: q_positions and q_start exclude each other");
+  args = good;
+  args.selection.topk_length = position_view;
+  EXPECT_EQ(message(args),
+            "lightning_indexer: topk_length must be absent, because this operator does not take it; got a value");
   args = good;
   const Tensor one_row(p.scores.data(), {3, 4}, {.strides = {0, 1}});
   args.scores = one_row;
@@ -305,10 +309,18 @@ TEST(LightningIndexerBackward, BadArgumentsAreNamedAndWriteNothing) {
   const std::vector<std::int32_t> range(3);
   const Tensor start(range.data(), {3}), short_end(range.data(), {2});
   args = good;
-  args.k_start = start;
+  args.selection.k_start = start;
   EXPECT_EQ(message(args), "lightning_indexer_backward: k_start and k_end are given together");
-  args.k_end = short_end;
+  args.selection.k_end = short_end;
   EXPECT_EQ(message(args), "lightning_indexer_backward: k_end must be int32 [s_q=3]; got int32 [2]");
+  args = good;
+  args.selection.kv_stride = 4;
+  EXPECT_EQ(
+      message(args),
+      "lightning_indexer_backward: kv_stride must be absent, because this operator does not take it; got a value");
+  args.selection = {.q_start = 0};
+  EXPECT_EQ(message(args),
+            "lightning_indexer_backward: q_start must be absent, because this operator does not take it; got a value");
   EXPECT_EQ(p.loss[0], -77);
   EXPECT_EQ(p.d_q, p.q);
   EXPECT_EQ(message(good), "no error");

@@ -151,8 +151,10 @@ TEST(SparseMlaBackward, ZeroMeansTheDefaultInC) {
   SparseMlaProblem p, c;
   for (SparseMlaProblem* problem : {&p, &c}) sparse_mla_forward(problem->forward());
   sparse_mla_backward(p.backward());
-  hopwell_sparse_mla_backward_args args = c.backward();
-  args.kv_stride = 0;
+  const SparseMlaBackwardArgs cpp = c.backward();
+  hopwell_sparse_mla_backward_args args{};
+  args.d_out = cpp.d_out, args.q = cpp.q, args.kv = cpp.kv, args.indices = cpp.indices, args.out = cpp.out;
+  args.lse = cpp.lse, args.sm_scale = cpp.sm_scale, args.d_v = cpp.d_v, args.dq = cpp.dq, args.dkv = cpp.dkv;
   ASSERT_EQ(hopwell_sparse_mla_backward(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
   EXPECT_EQ(c.dkv, p.dkv);
   args.d_v = 0;  // 512

@@ -59,7 +59,7 @@ TEST(SparseMlaForward, ZeroMeansTheDefaultInC) {
       out_view(out.data(), {1, 1, 512}), expected_view(expected.data(), {1, 1, 512});
   hopwell_sparse_mla_forward_args args{};
   args.q = q_view, args.kv = kv_view, args.indices = indices_view, args.sm_scale = 0.1F, args.out = out_view;
-  args.d_v = 0, args.kv_stride = 0;
+  args.d_v = 0, args.selection.kv_stride = 0;
   ASSERT_EQ(hopwell_sparse_mla_forward(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
   sparse_mla_forward({.q = q_view, .kv = kv_view, .indices = indices_view, .sm_scale = 0.1F, .out = expected_view});
   EXPECT_EQ(out, expected);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <hopwell/hopwell.hpp>
 #include <random>
@@ -36,7 +35,7 @@ inline std::vector<float> normal(std::int64_t count, unsigned seed) {
   return values;
 }
 
-// fp32 data of its own, outputs full of kUntouched. Views that a test makes live as long as the problem.
+// fp32 data of its own, outputs full of kUntouched.
 struct SparseMlaProblem {
   static constexpr float kUntouched = -77;
 
@@ -57,9 +56,8 @@ struct SparseMlaProblem {
   }
 
   template <class T>
-  const DLTensor* view(std::vector<T>& data, std::initializer_list<std::int64_t> shape,
-                       const Tensor::Options& options = {}) {
-    return views.emplace_back(data.data(), shape, options);
+  Tensor view(std::vector<T>& data, std::initializer_list<std::int64_t> shape, const Tensor::Options& options = {}) {
+    return {data.data(), shape, options};
   }
 
   SparseMlaForwardArgs forward() {
@@ -94,8 +92,6 @@ struct SparseMlaProblem {
             .sm_scale = 0.5F,
             .out = view(attn, {s_q, topk})};
   }
-
-  std::deque<Tensor> views;
 };
 
 // Bad inputs that the three operators refuse in the same words. `message` changes a fresh argument struct, calls, and
@@ -116,26 +112,27 @@ void expect_common_errors(const std::string& op, SparseMlaProblem& p, Message me
   expect([&](auto& a) { a.kv = p.view(p.kv, {16, 5}); }, "kv must be float32 [s_kv, d_qk=8]; got float32 [16, 5]");
   expect([&](auto& a) { a.kv = p.view(p.kv, {10, 1, 8}, {.device = {kDLCUDA, 0}}); },
          "kv must be on cpu as q is; got cuda:0");
-  expect([&](auto& a) { a.indices = nullptr, a.topk_length = p.view(p.topk_length, {3}); },
+  expect([&](auto& a) { a.indices = nullptr, a.selection.topk_length = p.view(p.topk_length, {3}); },
          "topk_length needs indices; without them every visible key counts");
   expect([&](auto& a) { a.indices = p.view(wide, {3, 1, 4}); },
          "indices must be int32 [s_q=3, h_kv=1, topk]; got int64 [3, 1, 4]");
   expect([&](auto& a) { a.indices = p.view(p.indices, {2, 6}); },
          "indices must be int32 [s_q=3, topk]; got int32 [2, 6]");
   expect([&](auto& a) { a.sm_scale = nan; }, "sm_scale must be finite; got nan");
-  expect([&](auto& a) { a.topk_length = p.view(p.topk_length, {2}); },
+  expect([&](auto& a) { a.selection.topk_length = p.view(p.topk_length, {2}); },
          "topk_length must be int32 [s_q=3]; got int32 [2]");
-  expect([&](auto& a) { a.q_positions = p.view(p.lse, {3}); }, "q_positions must be int32 [s_q=3]; got float32 [3]");
-  expect([&](auto& a) { a.q_positions = p.view(p.q_positions, {3}), a.has_q_start = true; },
+  expect([&](auto& a) { a.selection.q_positions = p.view(p.lse, {3}); },
+         "q_positions must be int32 [s_q=3]; got float32 [3]");
+  expect([&](auto& a) { a.selection.q_positions = p.view(p.q_positions, {3}), a.selection.q_start = 0; },
          "q_positions and q_start exclude each other");
-  expect([&](auto& a) { a.k_start = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
-  expect([&](auto& a) { a.k_end = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
-  expect([&](auto& a) { a.k_start = a.k_end = p.view(p.q_positions, {2}); },
+  expect([&](auto& a) { a.selection.k_start = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
+  expect([&](auto& a) { a.selection.k_end = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
+  expect([&](auto& a) { a.selection.k_start = a.selection.k_end = p.view(p.q_positions, {2}); },
          "k_start must be int32 [s_q=3]; got int32 [2]");
-  expect([](auto& a) { a.has_q_start = true, a.q_start = INT64_MIN; },
+  expect([](auto& a) { a.selection.q_start = INT64_MIN; },
          "q_start must be between -2^62 and 2^62; got -9223372036854775808");
-  expect([](auto& a) { a.kv_stride = 0; }, "kv_stride must be at least 1; got 0");
-  expect([](auto& a) { a.kv_stride = -3; }, "kv_stride must be at least 1; got -3");
+  expect([](auto& a) { a.selection.kv_stride = 0; }, "kv_stride must be at least 1; got 0");
+  expect([](auto& a) { a.selection.kv_stride = -3; }, "kv_stride must be at least 1; got -3");
   std::string unknown = message([](auto& a) { a.backend = "gpu"; });
   EXPECT_NE(unknown.find("gpu"), std::string::npos) << unknown;
   EXPECT_NE(unknown.find("cpu"), std::string::npos) << unknown;

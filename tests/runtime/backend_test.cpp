@@ -98,6 +98,8 @@ Problem check(const Args& args) {
   return {.size = args.size};
 }
 
+void from_c(const char*, const Args& from, Args& to) { to = from; }
+
 TEST(Entry, ThrowsErrorsThatNameTheOperatorAndNothingElse) {
   using Failure = std::pair<hopwell_status, std::string>;
   const Failure no_memory{HOPWELL_OUT_OF_MEMORY, "op: out of memory"}, surprise{HOPWELL_INTERNAL, "op: surprise"};
@@ -122,15 +124,11 @@ TEST(CInterface, TurnsExceptionsIntoStatusAndMessage) {
 }
 
 TEST(CInterface, ZeroMeansTheDefaultAndMinusZeroMeansZero) {
-  float alpha = 0;
-  default_if_zero(alpha, 1.0F);
-  EXPECT_EQ(alpha, 1);
-  alpha = -0.0F;
-  default_if_zero(alpha, 1.0F);
-  EXPECT_EQ(alpha, 0);
-  std::int64_t d_v = 64;
-  default_if_zero(d_v, std::int64_t{512});
-  EXPECT_EQ(d_v, 64);
+  EXPECT_EQ(or_default(0.0F, 1.0F), 1);
+  EXPECT_EQ(or_default(-0.0F, 1.0F), 0);
+  EXPECT_EQ(or_default(1e-42F, 1.0F), 1e-42F);
+  EXPECT_EQ(or_default(std::int64_t{64}, std::int64_t{512}), 64);
+  EXPECT_EQ(or_default(0.0F, std::optional<float>()), std::nullopt);
 }
 
 TEST(Library, ListsItsBackends) {

@@ -8,9 +8,13 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
+
+// C's structs have no initial values.
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 namespace hopwell {
 namespace {
@@ -41,14 +45,24 @@ const DLTensor* floats(std::vector<std::int64_t> shape) { return tensor({kDLFloa
 const DLTensor* ints(std::vector<std::int64_t> shape) { return tensor({kDLInt, 32, 1}, std::move(shape)); }
 const DLTensor* bytes(std::vector<std::int64_t> shape) { return tensor({kDLUInt, 8, 1}, std::move(shape)); }
 
+// A tensor of the argument struct, or of its selection.
+template <class Args>
+struct Member {
+  Member(const char* argument, const DLTensor* Args::* member)
+      : name(argument), of([member](Args& args) -> const DLTensor*& { return args.*member; }) {}
+  Member(const char* argument, const DLTensor* hopwell_selection::* member)
+      : name(argument), of([member](Args& args) -> const DLTensor*& { return args.selection.*member; }) {}
+  const char* name;
+  std::function<const DLTensor*&(Args&)> of;
+};
+
 template <class Args>
 struct Operator {
-  using Member = const DLTensor* Args::*;
   const char* name;
   hopwell_status (*call)(const Args*, hopwell_stream);
   hopwell_status (*workspace_bytes)(const Args*, std::size_t*);
   Args args;  // valid arguments
-  std::vector<std::pair<const char*, Member>> members;
+  std::vector<Member<Args>> members;
 
   void refuses(const Args& wrong, const std::string& argument) const {
     const std::string start = std::string(name) + ": " + argument + " ";
@@ -57,7 +71,6 @@ struct Operator {
     EXPECT_EQ(std::string(hopwell_last_error()).rfind(start, 0), 0U) << hopwell_last_error() << "\n" << start;
     EXPECT_EQ(workspace_bytes(&wrong, &scratch), HOPWELL_INVALID_ARGUMENT) << start;
     EXPECT_EQ(scratch, 77U);
-    EXPECT_THROW(explain(wrong), Error);
   }
 
   void check() const {
@@ -73,10 +86,10 @@ struct Operator {
     EXPECT_EQ(scratch, 0U);
 
     for (const auto& [argument, member] : members) {
-      const DLTensor& right = *(args.*member);
       Args wrong = args;
+      const DLTensor& right = *member(wrong);
       DLTensor bad = right;
-      wrong.*member = &bad;
+      member(wrong) = &bad;
       bad.shape = nullptr;
       refuses(wrong, argument);
       bad = right, bad.ndim = INT_MAX;
@@ -109,8 +122,7 @@ TEST(CInterface, SparseMlaForward) {
                   .sm_scale = 0.1F,
                   .d_v = 4,
                   .attn_sink = floats({3}),
-                  .topk_length = ints({2}),
-                  .q_positions = ints({2}),
+                  .selection = {.topk_length = ints({2}), .q_positions = ints({2})},
                   .out = floats({2, 3, 4}),
                   .max_logits = floats({2, 3}),
                   .lse = floats({2, 3})},
@@ -118,8 +130,8 @@ TEST(CInterface, SparseMlaForward) {
                   {"kv", &Args::kv},
                   {"indices", &Args::indices},
                   {"attn_sink", &Args::attn_sink},
-                  {"topk_length", &Args::topk_length},
-                  {"q_positions", &Args::q_positions},
+                  {"topk_length", &hopwell_selection::topk_length},
+                  {"q_positions", &hopwell_selection::q_positions},
                   {"out", &Args::out},
                   {"max_logits", &Args::max_logits},
                   {"lse", &Args::lse}}}
@@ -322,17 +334,15 @@ TEST(CInterface, LightningIndexer) {
                  {.q_index = floats({2, 3, 8}),
                   .k_index = floats({5, 8}),
                   .weights = floats({2, 3}),
-                  .q_positions = ints({2}),
-                  .k_start = ints({2}),
-                  .k_end = ints({2}),
+                  .selection = {.q_positions = ints({2}), .k_start = ints({2}), .k_end = ints({2})},
                   .indices = ints({2, 4}),
                   .scores = floats({2, 4})},
                  {{"q_index", &Args::q_index},
                   {"k_index", &Args::k_index},
                   {"weights", &Args::weights},
-                  {"q_positions", &Args::q_positions},
-                  {"k_start", &Args::k_start},
-                  {"k_end", &Args::k_end},
+                  {"q_positions", &hopwell_selection::q_positions},
+                  {"k_start", &hopwell_selection::k_start},
+                  {"k_end", &hopwell_selection::k_end},
                   {"indices", &Args::indices},
                   {"scores", &Args::scores}}}
       .check();
@@ -348,8 +358,7 @@ TEST(CInterface, LightningIndexerBackward) {
                   .k_index = floats({5, 8}),
                   .weights = floats({2, 3}),
                   .indices = ints({2, 1, 4}),
-                  .k_start = ints({2}),
-                  .k_end = ints({2}),
+                  .selection = {.k_start = ints({2}), .k_end = ints({2})},
                   .loss = floats({1}),
                   .d_q_index = floats({2, 3, 8}),
                   .d_k_index = floats({5, 8}),
@@ -359,8 +368,8 @@ TEST(CInterface, LightningIndexerBackward) {
                   {"k_index", &Args::k_index},
                   {"weights", &Args::weights},
                   {"indices", &Args::indices},
-                  {"k_start", &Args::k_start},
-                  {"k_end", &Args::k_end},
+                  {"k_start", &hopwell_selection::k_start},
+                  {"k_end", &hopwell_selection::k_end},
                   {"loss", &Args::loss},
                   {"d_q_index", &Args::d_q_index},
                   {"d_k_index", &Args::d_k_index},
@@ -380,8 +389,7 @@ TEST(CInterface, IndexerDenseLoss) {
                   .k_index = floats({5, 4}),
                   .weights = floats({2, 2}),
                   .sm_scale = 0.1F,
-                  .k_start = ints({2}),
-                  .k_end = ints({2}),
+                  .selection = {.k_start = ints({2}), .k_end = ints({2})},
                   .row_weights = floats({2}),
                   .loss = floats({1}),
                   .row_loss = floats({2}),
@@ -394,8 +402,8 @@ TEST(CInterface, IndexerDenseLoss) {
                   {"q_index", &Args::q_index},
                   {"k_index", &Args::k_index},
                   {"weights", &Args::weights},
-                  {"k_start", &Args::k_start},
-                  {"k_end", &Args::k_end},
+                  {"k_start", &hopwell_selection::k_start},
+                  {"k_end", &hopwell_selection::k_end},
                   {"row_weights", &Args::row_weights},
                   {"loss", &Args::loss},
                   {"row_loss", &Args::row_loss},
@@ -412,12 +420,26 @@ std::string refusal(hopwell_status (*call)(const Args*, hopwell_stream), const A
   return call(&args, nullptr) == HOPWELL_INVALID_ARGUMENT ? hopwell_last_error() : "no error";
 }
 
+template <class Args>
+std::string refusal(void (*call)(const Args&, Stream), const Args& args) {
+  try {
+    call(args, nullptr);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
 TEST(CInterface, AStartWithoutItsFlag) {
-  hopwell_sparse_mla_forward_args args = {
-      .q = floats({2, 3, 8}), .kv = floats({5, 8}), .sm_scale = 0.1F, .d_v = 4, .q_start = 7, .out = floats({2, 3, 4})};
+  hopwell_sparse_mla_forward_args args = {.q = floats({2, 3, 8}),
+                                          .kv = floats({5, 8}),
+                                          .sm_scale = 0.1F,
+                                          .d_v = 4,
+                                          .selection = {.q_start = 7},
+                                          .out = floats({2, 3, 4})};
   EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args),
-            "sparse_mla_forward: q_start needs has_q_start; without it no key is in the future");
-  args.has_q_start = true;
+            "sparse_mla_forward: q_start must be 0 without has_q_start; got 7");
+  args.selection.has_q_start = true;
   EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args), "no error");
 }
 
@@ -458,14 +480,14 @@ TEST(CInterface, AScaleThatIsNotSet) {
   EXPECT_TRUE(std::isnan(PagedAttentionArgs{}.scale));
   const SparseMlaForwardArgs forward = {
       .q = floats({1, 2, 8}), .kv = floats({4, 8}), .indices = ints({1, 2}), .d_v = 8, .out = floats({1, 2, 8})};
-  EXPECT_EQ(refusal(hopwell_sparse_mla_forward, forward), "sparse_mla_forward: sm_scale must be finite; got nan");
+  EXPECT_EQ(refusal(sparse_mla_forward, forward), "sparse_mla_forward: sm_scale must be finite; got nan");
   const PagedAttentionArgs decode = {.q = floats({1, 1, 32}),
                                      .k_cache = floats({1, 2, 1, 32}),
                                      .v_cache = floats({1, 2, 1, 32}),
                                      .block_tables = ints({1, 1}),
                                      .context_lens = ints({1}),
                                      .out = floats({1, 1, 32})};
-  EXPECT_EQ(refusal(hopwell_paged_attention, decode), "paged_attention: scale must be finite; got nan");
+  EXPECT_EQ(refusal(paged_attention, decode), "paged_attention: scale must be finite; got nan");
 }
 
 TEST(CInterface, AWorkspaceThatIsAnArgument) {

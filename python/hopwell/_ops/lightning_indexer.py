@@ -64,11 +64,6 @@ def _gradients(outputs: Outputs, q_index: Array, k_index: Array, weights: Array)
     )
 
 
-def _number_and_array(d_loss: float | Array) -> tuple[float, Array | None]:
-    """`d_loss` as the compiled module takes it: a factor, and an array of one element or None."""
-    return (1.0, d_loss) if hasattr(d_loss, "__dlpack__") else (d_loss, None)
-
-
 def lightning_indexer_backward(
     target: Array | None,
     q_index: Array,
@@ -120,8 +115,8 @@ def lightning_indexer_backward(
     if row_loss is not None:
         outputs.given("row_loss", row_loss)
     _hopwell.lightning_indexer_backward(
-        target, d_scores, q_index, k_index, weights, indices, k_start, k_end, row_weights, *_number_and_array(d_loss),
-        relu, deterministic, loss, row_loss, *gradients, backend, stream,
+        target, q_index, k_index, weights, indices, d_scores, k_start, k_end, row_weights, d_loss, relu, deterministic,
+        loss, row_loss, *gradients, backend, stream,
     )  # fmt: skip
     return outputs.native(loss, *gradients)
 
@@ -175,6 +170,6 @@ def indexer_dense_loss(
         outputs.given("row_loss", row_loss)
     _hopwell.indexer_dense_loss(
         q, kv, lse, q_index, k_index, weights, sm_scale, q_positions, q_start, kv_stride, k_start, k_end, row_weights,
-        *_number_and_array(d_loss), relu, deterministic, loss, row_loss, *gradients, backend, stream,
+        d_loss, relu, deterministic, loss, row_loss, *gradients, backend, stream,
     )  # fmt: skip
     return outputs.native(loss, *gradients)

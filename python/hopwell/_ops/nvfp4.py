@@ -85,7 +85,7 @@ def nvfp4_linear(
     outputs = Outputs("nvfp4_linear", "x", x)
     out = outputs.given_or_new("out", out, (dims(x, 2)[0], dims(weight, 2)[0]), x.dtype)
     _hopwell.nvfp4_linear(
-        x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, out, backend, stream
+        x, weight, weight_scale, weight_global, global_is_reciprocal, bias, scale_layout, out, backend, stream
     )
     return outputs.native(out)[0]
 
@@ -118,7 +118,7 @@ def nvfp4_linear_backward(
     outputs = Outputs("nvfp4_linear_backward", "d_out", d_out)
     out = outputs.given_or_new("out", out, (dims(d_out, 2)[0], 2 * dims(weight, 2)[1]), d_out.dtype)
     _hopwell.nvfp4_linear_backward(
-        d_out, weight, weight_scale, weight_global, scale_layout, global_is_reciprocal, out, backend, stream
+        d_out, weight, weight_scale, weight_global, global_is_reciprocal, scale_layout, out, backend, stream
     )
     return outputs.native(out)[0]
 
@@ -156,7 +156,7 @@ def nvfp4_matmul(
     """
     outputs = Outputs("nvfp4_matmul", "a", a)
     out = _of_out_dtype(outputs, out, (dims(a, 2)[0], dims(b, 2)[0]), out_dtype, ("bfloat16", "float16", "float32"))
-    _hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha, bias, global_is_reciprocal, scale_layout, out, backend, stream)
+    _hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha, global_is_reciprocal, bias, scale_layout, out, backend, stream)
     return outputs.native(out)[0]
 
 

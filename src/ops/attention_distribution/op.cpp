@@ -1,13 +1,13 @@
 #include "ops/attention_distribution/op.hpp"
 
 #include "ops/common/arguments.hpp"
-#include "runtime/c_interface.hpp"
 
-namespace hopwell {
-namespace ops::attention_distribution {
+namespace hopwell::ops::attention_distribution {
 namespace {
 
 constexpr const char* kName = "attention_distribution";
+
+}  // namespace
 
 Problem check(const AttentionDistributionArgs& args) {
   Checker check(kName);
@@ -27,26 +27,4 @@ Problem check(const AttentionDistributionArgs& args) {
   return p;
 }
 
-const runtime::Entry entry{kName, check};
-
-}  // namespace
-}  // namespace ops::attention_distribution
-
-using ops::attention_distribution::entry;
-
-void attention_distribution(const AttentionDistributionArgs& args, Stream stream) { entry.run(args, stream); }
-std::size_t attention_distribution_workspace_bytes(const AttentionDistributionArgs& args) {
-  return entry.workspace_bytes(args);
-}
-std::string explain(const AttentionDistributionArgs& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args,
-                                                         hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_attention_distribution_workspace_bytes(
-    const hopwell_attention_distribution_args* args, size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::attention_distribution

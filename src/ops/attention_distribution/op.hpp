@@ -1,4 +1,4 @@
-// attention_distribution: the problem that its backends run. Meaning and shapes: hopwell.h.
+// attention_distribution: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -22,5 +22,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const AttentionDistributionArgs& args);
 
 }  // namespace hopwell::ops::attention_distribution

@@ -19,10 +19,10 @@ using tile::Entries;
 
 struct Params {
   tile::SelectionParams selection;
-  const bf16 *q, *kv;                         // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const float* lse;                           // [s_q, h_q]
-  float* attn;                                // [s_q, topk]
-  int64_t q_stride_s, q_stride_h, kv_stride;  // elements
+  const bf16 *q, *kv;                           // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const float* lse;                             // [s_q, h_q]
+  float* attn;                                  // [s_q, topk]
+  int64_t q_stride_s, q_stride_h, kv_stride_s;  // elements
   int64_t lse_stride_s, lse_stride_h, attn_stride;
   int h_q, d_qk;
   bool aligned;  // rows of q and kv are 16-byte aligned
@@ -68,7 +68,7 @@ inline Params params_of(const Problem& problem) {
   p.kv = problem.kv.as<const bf16>();
   p.lse = problem.lse.as<const float>();
   p.attn = problem.attn.as<float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = problem.kv.stride[0];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1],
   p.attn_stride = problem.attn.stride[0];
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);

@@ -14,7 +14,7 @@ runtime::Support supports(const Problem& p) {
 
 // Whether rows of q and kv can be copied in units of 16 bytes.
 bool is_aligned(const Params& p, const Problem& problem) {
-  return tile::can_gather(p.q, problem.h_q, p.q_stride_h) && tile::can_gather(p.kv, problem.s_kv, p.kv_stride) &&
+  return tile::can_gather(p.q, problem.h_q, p.q_stride_h) && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s) &&
          (problem.s_q <= 1 || p.q_stride_s % 8 == 0);
 }
 

@@ -1,6 +1,8 @@
 // Checks of arguments that several operators share: queries and keys, index rows, and masks.
 #pragma once
 
+#include <hopwell/operators.hpp>
+
 #include <cstdint>
 #include <string>
 
@@ -10,8 +12,7 @@
 namespace hopwell {
 
 // Checks k_start and k_end. Dimension "s_q" is already bound.
-template <class Args>
-Visibility check_key_ranges(Checker& check, const Args& args) {
+inline Visibility check_key_ranges(Checker& check, const SelectionArgs& args) {
   const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
   const View end = check.optional_input("k_end", args.k_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
   check.rule(bool(start) == bool(end), "k_start and k_end are given together");
@@ -22,20 +23,18 @@ Visibility check_key_ranges(Checker& check, const Args& args) {
 }
 
 // Checks the masks: q_positions, q_start and kv_stride, k_start and k_end. Dimension "s_q" is already bound.
-template <class Args>
-Visibility check_visibility(Checker& check, const Args& args) {
+inline Visibility check_visibility(Checker& check, const SelectionArgs& args) {
   const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  check.rule(!(positions && args.has_q_start), "q_positions and q_start exclude each other");
-  check.rule(args.has_q_start || args.q_start == 0, "q_start needs has_q_start; without it no key is in the future");
+  check.rule(!(positions && args.q_start), "q_positions and q_start exclude each other");
   check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
   // Keeps q_start + s within 64 bits for every s_q. No sequence is longer than 2^62 tokens.
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
-  check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
-                "between -2^62 and 2^62", args.q_start);
+  const std::int64_t q_start = args.q_start.value_or(0);
+  check.require(q_start > -kLimit && q_start < kLimit, "q_start", "between -2^62 and 2^62", q_start);
   Visibility visibility = check_key_ranges(check, args);
   visibility.q_positions = positions.as<const std::int32_t>();
   visibility.q_positions_stride = positions ? positions.stride[0] : 0;
-  visibility.has_q_start = args.has_q_start, visibility.q_start = args.q_start;
+  visibility.has_q_start = args.q_start.has_value(), visibility.q_start = q_start;
   visibility.kv_stride = args.kv_stride;
   return visibility;
 }
@@ -44,11 +43,14 @@ Visibility check_visibility(Checker& check, const Args& args) {
 // order.
 template <class Args>
 Selection check_selection(Checker& check, const Args& args) {
+  const Tensor& topk_length = args.selection.topk_length;
   if (args.indices == nullptr) {
-    check.rule(args.topk_length == nullptr, "topk_length needs indices; without them every visible key counts");
+    check.rule(topk_length == nullptr, "topk_length needs indices; without them every visible key counts");
     check.bind("topk", check["s_kv"]);
-    return {
-        .visibility = check_visibility(check, args), .s_q = check["s_q"], .s_kv = check["s_kv"], .topk = check["s_kv"]};
+    return {.visibility = check_visibility(check, args.selection),
+            .s_q = check["s_q"],
+            .s_kv = check["s_kv"],
+            .topk = check["s_kv"]};
   }
   const bool flat = args.indices->ndim == 2;
   View indices =
@@ -58,12 +60,12 @@ Selection check_selection(Checker& check, const Args& args) {
                   "h_kv = " + std::to_string(check["h_kv"]));
     indices = indices.squeezed(1);
   }
-  const View length = check.optional_input("topk_length", args.topk_length, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  const View length = check.optional_input("topk_length", topk_length, {DType::kInt32}, {"s_q"}, Layout::kAny);
   return {given_indices(indices.as<const std::int32_t>()),
           indices.stride[0],
           length.as<const std::int32_t>(),
           length ? length.stride[0] : 0,
-          check_visibility(check, args),
+          check_visibility(check, args.selection),
           check["s_q"],
           check["s_kv"],
           check["topk"]};

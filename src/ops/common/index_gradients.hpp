@@ -42,7 +42,7 @@ IndexGradients check_index_gradients(Checker& check, const Args& args, const Ind
   p.d_k = check.output("d_k_index", args.d_k_index, {DType::kFloat32}, {"s_kv", "d_index"});
   p.d_weights = check.output("d_weights", args.d_weights, {operands.weights.dtype}, {"s_q", "h_index"});
   p.d_loss = args.d_loss;
-  p.relu = !args.no_relu;
+  p.relu = args.relu;
   p.deterministic = args.deterministic;
   return p;
 }

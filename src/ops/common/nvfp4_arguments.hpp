@@ -106,14 +106,14 @@ inline Global check_factor(const Checker& check, std::string_view name, float va
   return {.value = value, .is_reciprocal = is_reciprocal};
 }
 
-// A global in device memory is data and is read on the device. A global given as a number is an argument; `unset` means
-// that the caller did not set it.
+// A global in device memory is data and is read on the device. A global given as a number is an argument;
+// `has_value` means that the caller set it.
 // A reciprocal in host memory is checked like a number, because the host can read it without waiting for a device.
 inline Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
-                           float value, float unset, bool is_reciprocal) {
+                           float value, bool has_value, bool is_reciprocal) {
   if (tensor == nullptr) return check_factor(check, value_name, value, is_reciprocal);
   const Global global{.pointer = check_one_float(check, name, tensor).as<float>(), .is_reciprocal = is_reciprocal};
-  check.rule(value == unset, std::string(name).append(" and ").append(value_name).append(" exclude each other"));
+  check.rule(!has_value, std::string(name).append(" and ").append(value_name).append(" exclude each other"));
   if (is_reciprocal && check.device().device_type == kDLCPU) check_reciprocal(check, name, *global.pointer);
   return global;
 }

@@ -1,4 +1,4 @@
-// indexer_dense_loss: the problem that its backends run. Meaning and shapes: hopwell.h.
+// indexer_dense_loss: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "ops/common/index_gradients.hpp"
@@ -19,5 +19,7 @@ struct Problem : IndexOperands, IndexGradients {  // of the indexer; the attenti
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const IndexerDenseLossArgs& args);
 
 }  // namespace hopwell::ops::indexer_dense_loss

@@ -1,4 +1,4 @@
-// lightning_indexer: the problem that its backends run. Meaning and shapes: hopwell.h.
+// lightning_indexer: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "ops/common/index_operands.hpp"
@@ -21,5 +21,7 @@ struct Problem : IndexOperands {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const LightningIndexerArgs& args);
 
 }  // namespace hopwell::ops::lightning_indexer

@@ -1,12 +1,8 @@
 #include "ops/lightning_indexer_backward/op.hpp"
 
 #include "ops/common/arguments.hpp"
-#include "runtime/c_interface.hpp"
 
-namespace hopwell {
-namespace ops::lightning_indexer_backward {
-namespace {
-
+namespace hopwell::ops::lightning_indexer_backward {
 Problem check(const LightningIndexerBackwardArgs& args) {
   Checker check(kName);
   Problem p;
@@ -18,17 +14,13 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   check.rule(args.target == nullptr || args.d_scores == nullptr, "target and d_scores exclude each other");
   if (args.d_scores == nullptr) p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
   p.d_scores = check.optional_input("d_scores", args.d_scores, {DType::kFloat32}, {"s_q", "topk"});
-  p.visibility = check_key_ranges(check, args);
+  p.visibility = check_key_ranges(check, args.selection);
   static_cast<IndexGradients&>(p) = check_index_gradients(check, args, p, !p.d_scores);
   p.topk = check["topk"];
   p.pass_queries = p.s_q;
   check.take_workspace(p, args);
   return p;
 }
-
-const runtime::Entry entry{kName, check};
-
-}  // namespace
 
 Problem queries_of_pass(const Problem& problem) {
   Problem p = problem;
@@ -42,23 +34,4 @@ Problem queries_of_pass(const Problem& problem) {
   return p;
 }
 
-}  // namespace ops::lightning_indexer_backward
-
-using ops::lightning_indexer_backward::entry;
-
-void lightning_indexer_backward(const LightningIndexerBackwardArgs& args, Stream stream) { entry.run(args, stream); }
-std::size_t lightning_indexer_backward_workspace_bytes(const LightningIndexerBackwardArgs& args) {
-  return entry.workspace_bytes(args);
-}
-std::string explain(const LightningIndexerBackwardArgs& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_lightning_indexer_backward(const hopwell_lightning_indexer_backward_args* args,
-                                                             hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_lightning_indexer_backward_workspace_bytes(
-    const hopwell_lightning_indexer_backward_args* args, size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::lightning_indexer_backward

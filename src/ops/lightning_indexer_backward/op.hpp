@@ -1,4 +1,4 @@
-// lightning_indexer_backward: the problem that its backends run. Meaning and shapes: hopwell.h.
+// lightning_indexer_backward: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include <algorithm>
@@ -33,5 +33,7 @@ struct Problem : IndexOperands, IndexGradients {
 
 // Restricts the problem to the queries of one pass. Tensors shared by all passes are unchanged.
 Problem queries_of_pass(const Problem& problem);
+
+Problem check(const LightningIndexerBackwardArgs& args);
 
 }  // namespace hopwell::ops::lightning_indexer_backward

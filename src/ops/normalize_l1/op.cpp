@@ -1,9 +1,6 @@
 #include "ops/normalize_l1/op.hpp"
 
-#include "runtime/c_interface.hpp"
-
-namespace hopwell {
-namespace ops::normalize_l1 {
+namespace hopwell::ops::normalize_l1 {
 namespace {
 
 // Whether a and b are the same matrix in the same memory.
@@ -14,6 +11,8 @@ bool same_matrix(const DLTensor& a, const DLTensor& b) {
   return a.data != nullptr && b.data != nullptr && first(a) == first(b) && a.shape[0] == b.shape[0] &&
          a.shape[1] == b.shape[1] && (a.shape[0] <= 1 || row_stride(a) == row_stride(b));
 }
+
+}  // namespace
 
 Problem check(const NormalizeL1Args& args) {
   Checker check(kName);
@@ -27,22 +26,4 @@ Problem check(const NormalizeL1Args& args) {
   return p;
 }
 
-const runtime::Entry entry{kName, check};
-
-}  // namespace
-}  // namespace ops::normalize_l1
-
-using ops::normalize_l1::entry;
-
-void normalize_l1(const NormalizeL1Args& args, Stream stream) { entry.run(args, stream); }
-std::size_t normalize_l1_workspace_bytes(const NormalizeL1Args& args) { return entry.workspace_bytes(args); }
-std::string explain(const NormalizeL1Args& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_normalize_l1(const hopwell_normalize_l1_args* args, hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_normalize_l1_workspace_bytes(const hopwell_normalize_l1_args* args, size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::normalize_l1

@@ -1,4 +1,4 @@
-// normalize_l1: the problem that its backends run. Meaning and shapes: hopwell.h.
+// normalize_l1: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -15,5 +15,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const NormalizeL1Args& args);
 
 }  // namespace hopwell::ops::normalize_l1

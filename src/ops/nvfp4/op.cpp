@@ -3,10 +3,8 @@
 #include <utility>
 
 #include "ops/common/nvfp4_arguments.hpp"
-#include "runtime/c_interface.hpp"
 
-namespace hopwell {
-namespace ops::nvfp4 {
+namespace hopwell::ops::nvfp4 {
 namespace {
 
 using namespace hopwell::nvfp4;  // NOLINT(google-build-using-namespace): checks of its tensors
@@ -39,6 +37,8 @@ View transposed(View matrix) {
   return matrix;
 }
 
+}  // namespace
+
 GemvProblem check(const Nvfp4GemvArgs& args) {
   Checker check(kGemv);
   GemvProblem p;
@@ -66,7 +66,7 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   p.x = check.input("x", args.x, kFloats, {"n", "K"});
   p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, layout_of(check, args), "N");
   p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value,
-                          1, args.global_is_reciprocal);
+                          args.weight_global_value != 1, args.global_is_reciprocal);
   const View bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
   p.y = check.output("out", args.out, {p.x.dtype}, {"n", "N"});
   p.n = check["n"], p.rows = check["N"];
@@ -90,12 +90,6 @@ MatmulProblem check(const Nvfp4MatmulArgs& args) {
   check.take_workspace(p, args);
   return p;
 }
-
-const runtime::Entry<Nvfp4GemvArgs, GemvProblem> gemv{kGemv, check};
-const runtime::Entry<Nvfp4LinearArgs, LinearProblem> linear{kLinear, check};
-const runtime::Entry<Nvfp4MatmulArgs, MatmulProblem> matmul{kMatmul, check};
-
-}  // namespace
 
 DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x) {
   struct Side {
@@ -121,43 +115,4 @@ DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x) {
                      .device = p.device}};
 }
 
-}  // namespace ops::nvfp4
-
-using ops::nvfp4::gemv;
-using ops::nvfp4::linear;
-using ops::nvfp4::matmul;
-
-void nvfp4_gemv(const Nvfp4GemvArgs& args, Stream stream) { gemv.run(args, stream); }
-std::size_t nvfp4_gemv_workspace_bytes(const Nvfp4GemvArgs& args) { return gemv.workspace_bytes(args); }
-std::string explain(const Nvfp4GemvArgs& args) { return gemv.explain(args); }
-
-void nvfp4_linear(const Nvfp4LinearArgs& args, Stream stream) { linear.run(args, stream); }
-std::size_t nvfp4_linear_workspace_bytes(const Nvfp4LinearArgs& args) { return linear.workspace_bytes(args); }
-std::string explain(const Nvfp4LinearArgs& args) { return linear.explain(args); }
-
-void nvfp4_matmul(const Nvfp4MatmulArgs& args, Stream stream) { matmul.run(args, stream); }
-std::size_t nvfp4_matmul_workspace_bytes(const Nvfp4MatmulArgs& args) { return matmul.workspace_bytes(args); }
-std::string explain(const Nvfp4MatmulArgs& args) { return matmul.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_nvfp4_gemv(const hopwell_nvfp4_gemv_args* args, hopwell_stream stream) {
-  return hopwell::gemv.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_nvfp4_gemv_workspace_bytes(const hopwell_nvfp4_gemv_args* args, size_t* bytes) {
-  return hopwell::gemv.workspace_bytes_from_c(args, bytes);
-}
-
-extern "C" hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* args, hopwell_stream stream) {
-  return hopwell::linear.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes) {
-  return hopwell::linear.workspace_bytes_from_c(args, bytes);
-}
-
-extern "C" hopwell_status hopwell_nvfp4_matmul(const hopwell_nvfp4_matmul_args* args, hopwell_stream stream) {
-  return hopwell::matmul.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_nvfp4_matmul_workspace_bytes(const hopwell_nvfp4_matmul_args* args, size_t* bytes) {
-  return hopwell::matmul.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::nvfp4

@@ -1,4 +1,4 @@
-// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: what their backends are given. Meaning and shapes: hopwell.h.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: what their backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -56,5 +56,9 @@ struct DecodedProduct {
   LinearProblem linear;  // x has no memory yet
 };
 DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x);
+
+GemvProblem check(const Nvfp4GemvArgs& args);
+LinearProblem check(const Nvfp4LinearArgs& args);
+MatmulProblem check(const Nvfp4MatmulArgs& args);
 
 }  // namespace hopwell::ops::nvfp4

@@ -1,4 +1,4 @@
-// nvfp4_linear_backward: what its backends are given. Meaning and shapes: hopwell.h.
+// nvfp4_linear_backward: what its backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -22,5 +22,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const Nvfp4LinearBackwardArgs& args);
 
 }  // namespace hopwell::ops::nvfp4_linear_backward

@@ -1,4 +1,4 @@
-// nvfp4_quantize and nvfp4_dequantize: what their backends are given. Meaning and shapes: hopwell.h.
+// nvfp4_quantize and nvfp4_dequantize: what their backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -32,5 +32,8 @@ struct DequantizeProblem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+QuantizeProblem check(const Nvfp4QuantizeArgs& args);
+DequantizeProblem check(const Nvfp4DequantizeArgs& args);
 
 }  // namespace hopwell::ops::nvfp4_quantize

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "runtime/c_interface.hpp"
-
-namespace hopwell {
-namespace ops::paged_attention {
+namespace hopwell::ops::paged_attention {
 namespace {
 
 constexpr const char* kName = "paged_attention";
@@ -97,7 +94,7 @@ void check_bias(Checker& check, const PagedAttentionArgs& args, Problem& p) {
   check.rule(args.pos_bias_v == nullptr || args.r != nullptr, "pos_bias_v needs r");
   p.bias_kind = check.choice("bias_kind", args.bias_kind, HOPWELL_BIAS_DISTANCE, "key or distance");
   p.out_of_range = check.choice("out_of_range", args.out_of_range, HOPWELL_OUT_OF_RANGE_NEG_INF, "zero, clamp or -inf");
-  p.post_scale = args.post_scale;
+  p.post_scale = !args.pre_scale;
   p.pos_bias_u = check.optional_input("pos_bias_u", args.pos_bias_u, like_q, {"h_q", "d"});
   p.pos_bias_v = check.optional_input("pos_bias_v", args.pos_bias_v, like_q, {"h_q", "d"});
   const DTypes floats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
@@ -115,6 +112,8 @@ void check_bias(Checker& check, const PagedAttentionArgs& args, Problem& p) {
   p.alibi_slopes = check.optional_input("alibi_slopes", args.alibi_slopes, {DType::kFloat32}, {"h_q"}, Layout::kAny);
 }
 
+}  // namespace
+
 Problem check(const PagedAttentionArgs& args) {
   Checker check(kName);
   Problem p;
@@ -122,9 +121,9 @@ Problem check(const PagedAttentionArgs& args) {
   check_caches(check, args, p);
   check_bias(check, args, p);
   check.finite("scale", args.scale);
-  check.require(args.window >= 0, "window", "at least 1, or 0 for all keys", args.window);
   p.scale = args.scale;
-  if (args.window > 0) p.window = args.window;
+  p.window = args.window.value_or(p.window);
+  check.require(p.window >= 1, "window", "at least 1", p.window);
   const bool flat = args.q->ndim == 3;
   p.out = check.output("out", args.out, {p.q.dtype}, flat ? Shape{"b", "h_q", "d"} : Shape{"b", "q_len", "h_q", "d"});
   p.lse = check.optional_output("lse", args.lse, {DType::kFloat32},
@@ -137,23 +136,4 @@ Problem check(const PagedAttentionArgs& args) {
   return p;
 }
 
-const runtime::Entry entry{kName, check};
-
-}  // namespace
-}  // namespace ops::paged_attention
-
-using ops::paged_attention::entry;
-
-void paged_attention(const PagedAttentionArgs& args, Stream stream) { entry.run(args, stream); }
-std::size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args) { return entry.workspace_bytes(args); }
-std::string explain(const PagedAttentionArgs& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_paged_attention(const hopwell_paged_attention_args* args, hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
-                                                                  size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::paged_attention

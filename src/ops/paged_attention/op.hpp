@@ -1,4 +1,4 @@
-// paged_attention: what its backends are given. Meaning and shapes: hopwell.h.
+// paged_attention: what its backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -43,5 +43,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const PagedAttentionArgs& args);
 
 }  // namespace hopwell::ops::paged_attention

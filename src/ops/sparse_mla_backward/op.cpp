@@ -1,10 +1,8 @@
 #include "ops/sparse_mla_backward/op.hpp"
 
 #include "ops/common/arguments.hpp"
-#include "runtime/c_interface.hpp"
 
-namespace hopwell {
-namespace ops::sparse_mla_backward {
+namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_backward";
@@ -18,6 +16,8 @@ View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {
   check.rule(!args.accumulate || (dkv && dkv.dtype == DType::kFloat32), "accumulate needs a float32 dkv to add into");
   return dkv && !flat ? dkv.squeezed(1) : dkv;
 }
+
+}  // namespace
 
 Problem check(const SparseMlaBackwardArgs& args) {
   Checker check(kName);
@@ -49,26 +49,4 @@ Problem check(const SparseMlaBackwardArgs& args) {
   return p;
 }
 
-const runtime::Entry entry{kName, check};
-
-}  // namespace
-}  // namespace ops::sparse_mla_backward
-
-using ops::sparse_mla_backward::entry;
-
-void sparse_mla_backward(const SparseMlaBackwardArgs& args, Stream stream) { entry.run(args, stream); }
-std::size_t sparse_mla_backward_workspace_bytes(const SparseMlaBackwardArgs& args) {
-  return entry.workspace_bytes(args);
-}
-std::string explain(const SparseMlaBackwardArgs& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args,
-                                                      hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args,
-                                                                      size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::sparse_mla_backward

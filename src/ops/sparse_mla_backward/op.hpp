@@ -1,4 +1,4 @@
-// sparse_mla_backward: what its backends are given. Meaning and shapes: hopwell.h.
+// sparse_mla_backward: what its backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -29,5 +29,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const SparseMlaBackwardArgs& args);
 
 }  // namespace hopwell::ops::sparse_mla_backward

@@ -32,7 +32,7 @@ struct Params {
   float* sink_parts;        // [s_q, h_q]: contributions to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
-  int kv_stride, dkv_stride;
+  int kv_stride_s, dkv_stride;
   int heads_of_member;                     // h_q, except for groups
   int h_q, first_head, head_blocks;        // first_head, head_blocks and the following: of a MainPass
   bool prefetches_sums;                    // prefetch_dkv_accum: to L2
@@ -72,7 +72,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
   p.sink_stride = problem.attn_sink.stride[0], p.attn_stride = problem.attn.stride[0];
   p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
-  p.kv_stride = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
+  p.kv_stride_s = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
   p.heads_of_member = p.h_q;
   p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
   if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;

@@ -1,13 +1,13 @@
 #include "ops/sparse_mla_forward/op.hpp"
 
 #include "ops/common/arguments.hpp"
-#include "runtime/c_interface.hpp"
 
-namespace hopwell {
-namespace ops::sparse_mla_forward {
+namespace hopwell::ops::sparse_mla_forward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_forward";
+
+}  // namespace
 
 Problem check(const SparseMlaForwardArgs& args) {
   Checker check(kName);
@@ -31,24 +31,4 @@ Problem check(const SparseMlaForwardArgs& args) {
   return p;
 }
 
-const runtime::Entry entry{kName, check};
-
-}  // namespace
-}  // namespace ops::sparse_mla_forward
-
-using ops::sparse_mla_forward::entry;
-
-void sparse_mla_forward(const SparseMlaForwardArgs& args, Stream stream) { entry.run(args, stream); }
-std::size_t sparse_mla_forward_workspace_bytes(const SparseMlaForwardArgs& args) { return entry.workspace_bytes(args); }
-std::string explain(const SparseMlaForwardArgs& args) { return entry.explain(args); }
-
-}  // namespace hopwell
-
-extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
-                                                     hopwell_stream stream) {
-  return hopwell::entry.run_from_c(args, stream);
-}
-extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
-                                                                     size_t* bytes) {
-  return hopwell::entry.workspace_bytes_from_c(args, bytes);
-}
+}  // namespace hopwell::ops::sparse_mla_forward

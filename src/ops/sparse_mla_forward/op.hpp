@@ -1,4 +1,4 @@
-// sparse_mla_forward: the problem that its backends run. Meaning and shapes: hopwell.h.
+// sparse_mla_forward: the problem that its backends run. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -22,5 +22,7 @@ struct Problem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+Problem check(const SparseMlaForwardArgs& args);
 
 }  // namespace hopwell::ops::sparse_mla_forward

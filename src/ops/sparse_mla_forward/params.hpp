@@ -14,11 +14,11 @@ using arch::bf16;
 
 struct Params {
   tile::SelectionParams selection;
-  const bf16 *q, *kv;                                      // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const float* attn_sink;                                  // [h_q], or null
-  bf16* out;                                               // [s_q, h_q, 512]
-  float *max_logits, *lse;                                 // [s_q, h_q], or null
-  int64_t q_stride_s, q_stride_h, kv_stride, sink_stride;  // elements
+  const bf16 *q, *kv;                                        // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const float* attn_sink;                                    // [h_q], or null
+  bf16* out;                                                 // [s_q, h_q, 512]
+  float *max_logits, *lse;                                   // [s_q, h_q], or null
+  int64_t q_stride_s, q_stride_h, kv_stride_s, sink_stride;  // elements
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
   uint32_t work_tiles;  // of all queries; persistent kernels only
   int h_q, head_tiles;  // head tiles per query; persistent kernels only
@@ -37,7 +37,7 @@ inline Params params_of(const Problem& problem) {
   p.out = problem.out.as<bf16>();
   p.max_logits = problem.max_logits.as<float>();
   p.lse = problem.lse.as<float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = problem.kv.stride[0];
   p.sink_stride = problem.attn_sink.stride[0];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.max_stride_s = problem.max_logits.stride[0], p.max_stride_h = problem.max_logits.stride[1];

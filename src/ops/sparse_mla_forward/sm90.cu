@@ -73,7 +73,7 @@ void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
     take_groups(p, problem, plan, Storage::kOfGroups);
     shape.programmatic_dependency = problem.device.has_dependent_launches();
   }
-  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride);
+  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
   p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
   runtime::launch(kName, kernel<Storage>, shape, stream, p);
 }

@@ -9,7 +9,7 @@ namespace hopwell::tile {
 /// The index rows and all masks, as kernel parameters.
 struct SelectionParams {
   const int* indices;                     // [s_q, topk] if has_indices; else entry t is key t, topk is s_kv
-  const int* topk_length;                 // [s_q], or null
+  const int* lengths;                     // [s_q], or null
   int64_t indices_stride, length_stride;  // elements
   Visibility visibility;
   int s_kv, topk;
@@ -70,8 +70,8 @@ struct Entries {
 HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {
   const KeyRange visible = p.visibility.keys(query, p.s_kv);
   int length = p.given ? p.topk : int(visible.count);
-  if (p.topk_length) {
-    length = p.topk_length[query * p.length_stride];
+  if (p.lengths) {
+    length = p.lengths[query * p.length_stride];
     length = length < 0 ? 0 : length > p.topk ? p.topk : length;
   }
   return {p.indices + query * p.indices_stride, length, visible, p.given};

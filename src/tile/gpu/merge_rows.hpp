@@ -50,7 +50,7 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
   SelectionParams merged = p.selection;
   merged.indices = p.keys, merged.indices_stride = int64_t{p.members} * p.selection.topk;
   merged.topk = p.members * p.selection.topk;
-  merged.topk_length = p.lengths, merged.length_stride = 1;
+  merged.lengths = p.lengths, merged.length_stride = 1;
   merged.visibility = {};
   return merged;
 }

@@ -26,7 +26,7 @@ struct OrderedRows {
 /// The selection that a kernel uses instead of the original one.
 inline SelectionParams ordered_selection_of(SelectionParams p, const OrderedRows& ordered) {
   p.indices = ordered.rows, p.indices_stride = p.topk;
-  p.topk_length = ordered.lengths, p.length_stride = 1;
+  p.lengths = ordered.lengths, p.length_stride = 1;
   p.visibility = {};
   return p;
 }

@@ -16,7 +16,7 @@ int main() {
   hopwell::lightning_indexer({.q_index = hopwell::Tensor(q_index.data(), {s_q, h_index, d_index}),
                               .k_index = hopwell::Tensor(k_index.data(), {s_kv, d_index}),
                               .weights = hopwell::Tensor(weights.data(), {s_q, h_index}),
-                              .has_q_start = true,  // causal: query s sees keys 0 … s
+                              .selection = {.q_start = 0},  // causal: query s sees keys 0 … s
                               .indices = hopwell::Tensor(indices.data(), {s_q, topk}),
                               .scores = hopwell::Tensor(scores.data(), {s_q, topk})});
 

@@ -126,7 +126,7 @@ HOPWELL_DEVICE void copy_last_panels(const Params& p, SharedStorage<kDqk>& s) {
       const RowSlot slot{s.row_barriers, item};
       slot.wait_empty();
       tile::gather_rows<64 * Config::kCopiedPanels, 4>(
-          arch::shared_address(s.rows[slot.stage()]) + kFirst * tile::kPanelBytes, p.kv + 64 * kFirst, p.kv_stride,
+          arch::shared_address(s.rows[slot.stage()]) + kFirst * tile::kPanelBytes, p.kv + 64 * kFirst, p.kv_stride_s,
           rows);
       tile::arrive_after_copies<true>(slot.full());
       const int next = (tile + 1) * kTileKeys + lane;

@@ -80,7 +80,7 @@ struct KeyLoader {
   // Zeros if the key is not valid, and from column d_qk on.
   HOPWELL_DEVICE void copy_key(const Params& p, uint32_t to, int row, int key) const {
     const bool counts = entries.counts(key);
-    const bf16* from = p.kv + (counts ? key * p.kv_stride : 0);
+    const bf16* from = p.kv + (counts ? key * p.kv_stride_s : 0);
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int chunk = arch::thread_index() % 8 + 8 * i, column = slab * Config::kSlabColumns + 8 * chunk;

@@ -130,7 +130,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       next = second;
       second = keys_of(entries, tile + 2);
       if (paced && tile % kPaceTiles == 0) p.pace.keep(int(query), seen, tile / kPaceTiles);
-      copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
+      copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
     }
   });
   arch::cp_async_wait_all();  // no thread exits before its copies complete

@@ -74,7 +74,7 @@ struct BoundParams {
   tile::SelectionParams selection;
   const bf16 *q, *kv, *out, *d_out;  // [s_q, h_q, d_qk], [s_kv, d_qk], [s_q, h_q, 512] twice
   const float *lse, *attn;           // [s_q, h_q], [s_q, topk]
-  int64_t q_stride_s, q_stride_h, kv_stride, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
+  int64_t q_stride_s, q_stride_h, kv_stride_s, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, attn_stride;
   float* scale;            // [s_kv]: first ‖v_k‖, then 2^e, or NaN
   tile::SumBounds bounds;  // for the rows of dkv
@@ -86,7 +86,7 @@ struct BoundParams {
 __global__ void __launch_bounds__(kPassThreads) measure_keys(const __grid_constant__ BoundParams p) {
   for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < p.selection.s_kv;
        key += int64_t{arch::grid_size()} * kPassWarps) {
-    Magnitude v = magnitude_of_lane(p.kv + key * p.kv_stride, 512);
+    Magnitude v = magnitude_of_lane(p.kv + key * p.kv_stride_s, 512);
     v.reduce();
     if (arch::lane_index() != 0) continue;
     p.scale[key] = v.norm();
@@ -182,7 +182,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, S
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
   p.lse = problem.lse.as<const float>(), p.attn = attn.as<const float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = problem.kv.stride[0];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.stride[0];

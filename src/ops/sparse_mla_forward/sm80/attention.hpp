@@ -55,7 +55,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const Entrie
   const int row = arch::thread_index() / 4, thread = arch::thread_index() % 4, stage = step % Config::kStages;
   const int key = entries.key(step * Config::kKeys + row);
   const bool valid = key >= 0;
-  copy_row<kDqk, 4>(s.keys[stage][row], valid ? p.kv + key * p.kv_stride : p.kv, valid, thread);
+  copy_row<kDqk, 4>(s.keys[stage][row], valid ? p.kv + key * p.kv_stride_s : p.kv, valid, thread);
   if (thread == 0) s.valid[stage][row] = valid;
 }
 

@@ -118,7 +118,7 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
-  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride / 8) : 1) : kNoRow;
+  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
 }
 
 // Member mask of the key of entry i; for groups.
@@ -206,7 +206,7 @@ HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_
     const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
     rows.valid[i] = row != kNoRow;
     rows.source[i] = kAligned ? p.kv + uint64_t{row + chunk} * 8
-                              : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride : 0) + chunk * 8;
+                              : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride_s : 0) + chunk * 8;
   }
 }
 // Starts the copies of some panels of a warp's rows of a stage. If not all sources fit in `rows` (panel by panel),

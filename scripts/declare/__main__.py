@@ -1,0 +1,47 @@
+"""python3 scripts/declare --json | --write FOLDER"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import declarations
+import headers
+import sources
+from declare import Operator
+
+
+def write(folder: Path, operators: list[Operator]) -> None:
+    """Writes the generated files. A file that would not change keeps its time, so that nothing is compiled again."""
+    files = {
+        "include/hopwell/operators.h": headers.c_header(operators),
+        "include/hopwell/operators.hpp": headers.cpp_header(operators),
+        "operators.inc": sources.operator_list(operators),
+        "entry_points.cpp": sources.entry_points(operators),
+        "python_operators.cpp": sources.binding(operators),
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="scripts/declare", description="What follows from the operators' declarations."
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--json", action="store_true", help="print all declarations")
+    action.add_argument("--write", metavar="FOLDER", help="write the generated files")
+    given = parser.parse_args()
+    operators = declarations.load()
+    if given.json:
+        print(json.dumps(declarations.as_json(operators), indent=1, ensure_ascii=False))
+    else:
+        write(Path(given.write), operators)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+from common import INDICES, INDICES_ASCENDING, KV, LSE, SELECTION, SM_SCALE, Q
+from declare import KEYWORD_ONLY, Choice, Enum, Operator, Output
+
+attention_distribution = Operator(
+    "attention_distribution",
+    "How much attention each selected key gets, summed over all heads given: the target of the indexer's loss.",
+    formula="""
+        out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])   0 where the entry is invalid, and for rows without a valid entry
+    """,
+    notes="`sparse_mla_forward` defines the score. V is not read.",
+    arguments=(
+        Q,
+        KV,
+        INDICES,
+        LSE,
+        SM_SCALE,
+        KEYWORD_ONLY,
+        SELECTION,
+        Choice(
+            "normalize",
+            "Whether rows are normalised.",
+            enum=Enum(
+                "normalize",
+                "HOPWELL_NORMALIZE",
+                {
+                    "none": "rows are sums over the heads",
+                    "l1": "each row is divided by its sum; all-zero rows stay zero",
+                },
+            ),
+        ),
+        INDICES_ASCENDING,
+        Output("out", "In the order of indices.", dtype="fp32", shape="[s_q, topk]"),
+    ),
+    returns=("out",),
+)
