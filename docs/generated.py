@@ -80,7 +80,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
 def other_refusals(operator: str) -> list[str]:
     """Returns further reasons from an operator's own folder that no case of the test suite meets: mostly sizes."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
-    words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
+    words = re.findall(r'(?:Support::no\(|Unsupported\{)\s*((?:"[^"]*"\s*)+)[)}]', text)
     met = {word for (name, _), reasons in refusals().items() if name == operator for word in reasons}
     return [word for word in dict.fromkeys("".join(re.findall(r'"([^"]*)"', w)) for w in words) if word not in met]
 

@@ -173,10 +173,9 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   EXPECT_FALSE(ordering_of(p).orders_rows || with([](Problem& x) { x.s_kv = 96 << 10; }).orders_rows);
   EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
   p.indices_ascending = false;
-  for (const Ordering& none :
-       {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
-        with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
-        with([](Problem& x) { x.selection.indices = nullptr; }), with([](Problem& x) { x.keeps_order = true; })}) {
+  for (const Ordering& none : {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
+                               with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
+                               with([](Problem& x) { x.selection.indices = nullptr; })}) {
     EXPECT_FALSE(none.orders_rows || none.paces);
     EXPECT_EQ(none.bytes, 0);
   }
