@@ -277,8 +277,8 @@ void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
   }
 }
 
-const runtime::Registration<Problem> forward_backend{{.name = "cpu", .launch = launch}};
-const runtime::Registration<BackwardProblem> backward_backend{{.name = "cpu", .launch = launch_backward}};
+const runtime::Registration forward_backend{"cpu", launch};
+const runtime::Registration backward_backend{"cpu", launch_backward};
 
 }  // namespace
 }  // namespace hopwell::ops::kv_compress

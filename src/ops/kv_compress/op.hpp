@@ -14,8 +14,6 @@ struct Problem {
   Blocks blocks;
   std::int64_t d = 0, w = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 struct BackwardProblem {
@@ -27,8 +25,9 @@ struct BackwardProblem {
   Blocks blocks;
   std::int64_t d = 0, w = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
+
+Problem check(const KvCompressArgs& args);
+BackwardProblem check(const KvCompressBackwardArgs& args);
 
 }  // namespace hopwell::ops::kv_compress

@@ -1,5 +1,7 @@
 // kv_compress and kv_compress_backward for any NVIDIA GPU from Ampere on.
 #include <cstddef>
+#include <string>
+#include <utility>
 
 #include "ops/kv_compress/backward.hpp"
 #include "ops/kv_compress/forward.hpp"
@@ -11,17 +13,23 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-runtime::Support supports_sizes(const Blocks& blocks, std::int64_t d) {
-  if (d % 8 != 0) return runtime::Support::no("needs d that is a multiple of 8");
+// Why sizes are not supported; empty if they are.
+std::string unsupported(const Blocks& blocks, std::int64_t d) {
+  if (d % 8 != 0) return "needs d that is a multiple of 8";
   constexpr std::int64_t kMostRatio = std::int64_t{1} << 29;
   const std::int64_t ctas = (blocks.n + blocks.s / Config::kThreads) * (d / 8);
   if (blocks.ratio > kMostRatio || !runtime::fit_in_ints({blocks.s, blocks.n, 2 * d, ctas}))
-    return runtime::Support::no("needs ratio up to 2^29, and s, 2 * d and n * d / 8 below 2^31 - 1024");
+    return "needs ratio up to 2^29, and s, 2 * d and n * d / 8 below 2^31 - 1024";
   return {};
 }
-template <class AnyProblem>
-runtime::Support supports(const AnyProblem& p) {
-  return supports_sizes(p.blocks, p.d);
+
+runtime::PlanOr<Shape> plan(const Problem& p) {
+  if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
+  return shape_of(p.blocks, p.d);
+}
+runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
+  if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
+  return make_plan(p);
 }
 
 // Whether a thread's columns may be read or written by one instruction.
@@ -65,16 +73,15 @@ void with_element(const View& kv, Function function) {
   kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
 }
 
-void launch(const Problem& p, Stream stream) {
+void launch(const Problem& p, const Shape& shape, void* /*workspace*/, Stream stream) {
   if (p.blocks.n == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
-    const ForwardParams<Element> params{.operands = operands_of<Element>(p, shape_of(p.blocks, p.d)),
+    const ForwardParams<Element> params{.operands = operands_of<Element>(p, shape),
                                         .out = p.out.data,
                                         .out_stride = p.out.stride[0],
                                         .out_is_bf16 = p.out.dtype == DType::kBFloat16,
                                         .out_aligned = columns_aligned(p.out)};
     with_form(params.operands, params.operands.aligned, [&]<class T, class F>() {
-      const Shape& shape = params.operands.shape;
       runtime::launch("kv_compress", kv_compress_forward<T, F>,
                       {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.blocks.n, shape.rows())),
                                 static_cast<std::uint32_t>(shape.slabs)},
@@ -87,12 +94,12 @@ void launch(const Problem& p, Stream stream) {
 }
 
 template <class Element>
-BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& plan) {
+BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& plan, void* workspace) {
   return {.operands = operands_of<Element>(p, plan.shape),
           .d_out = p.d_out.data,
           .d_kv = p.d_kv.as<Element>(),
           .d_gate = p.d_gate.as<Element>(),
-          .planes = p.d_position_bias ? static_cast<float*>(p.workspace) : nullptr,
+          .planes = p.d_position_bias ? static_cast<float*>(workspace) : nullptr,
           .d_out_stride = p.d_out.stride[0],
           .d_kv_stride = p.d_kv ? p.d_kv.stride[0] : 0,
           .d_gate_stride = p.d_gate ? p.d_gate.stride[0] : 0,
@@ -103,11 +110,11 @@ BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& 
           .gradients_aligned = columns_aligned(p.d_kv) && columns_aligned(p.d_gate)};
 }
 
-void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, Stream stream) {
+void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
   const std::int64_t ctas = plan.strips + plan.clearing_ctas;
   if (ctas == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
-    const BackwardParams<Element> params = params_of<Element>(p, plan);
+    const BackwardParams<Element> params = params_of<Element>(p, plan, workspace);
     const bool aligned = params.operands.aligned && params.gradients_aligned;
     with_form(params.operands, aligned, [&]<class T, class F>() {
       const bool sums = p.d_position_bias && plan.shape.batches == 1;
@@ -124,11 +131,10 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, Stream s
   });
 }
 
-void launch_backward(const BackwardProblem& p, Stream stream) {
-  const BackwardPlan plan = make_plan(p);
-  launch_windows(p, plan, stream);
+void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
+  launch_windows(p, plan, workspace, stream);
   if (p.d_position_bias.size() == 0) return;
-  const SumParams params{.planes = static_cast<const float*>(p.workspace),
+  const SumParams params{.planes = static_cast<const float*>(workspace),
                          .out = p.d_position_bias.as<float>(),
                          .count = plan.planes,
                          .out_stride = p.d_position_bias.stride[0],
@@ -142,13 +148,8 @@ void launch_backward(const BackwardProblem& p, Stream stream) {
                   stream, params);
 }
 
-const runtime::Registration<Problem> forward_backend{
-    {.name = runtime::kBackend, .supports = supports<Problem>, .launch = launch}};
-const runtime::Registration<BackwardProblem> backward_backend{
-    {.name = runtime::kBackend,
-     .supports = supports<BackwardProblem>,
-     .workspace_bytes = [](const BackwardProblem& p) { return make_plan(p).workspace_bytes; },
-     .launch = launch_backward}};
+const runtime::Registration forward_backend{runtime::kBackend, plan, launch};
+const runtime::Registration backward_backend{runtime::kBackend, plan_backward, launch_backward};
 
 }  // namespace
 }  // namespace hopwell::ops::kv_compress
