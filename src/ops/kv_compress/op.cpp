@@ -28,16 +28,16 @@ void check_inputs(Checker& check, const Args& args, AnyProblem& p) {
       check.optional_input("cu_compressed", args.cu_compressed, {DType::kInt32}, {"documents + 1"}, Layout::kAny);
   check.rule(bool(tokens) == bool(keys), "cu_seqlens and cu_compressed are given together");
   const std::int64_t s = check["s"];
-  p.blocks = {.s = s,
-              .ratio = std::min(args.ratio, s + 1),
-              .overlap = args.overlap,
-              .most = s / args.ratio,
-              .packed = bool(tokens)};
+  p.blocks.s = s;
+  p.blocks.ratio = std::min(args.ratio, s + 1);
+  p.blocks.overlap = args.overlap;
+  p.blocks.most = s / args.ratio;
+  p.blocks.packed = bool(tokens);
   if (!tokens) return;
   check.require(tokens.shape[0] >= 1, "cu_seqlens", "int32 [documents + 1]", "int32 [0]");
   p.blocks.documents = tokens.shape[0] - 1;
-  p.blocks.cu_seqlens = {tokens.template as<const std::int32_t>(), tokens.stride[0]};
-  p.blocks.cu_compressed = {keys.template as<const std::int32_t>(), keys.stride[0]};
+  p.blocks.cu_seqlens = {tokens.as<const std::int32_t>(), tokens.stride[0]};
+  p.blocks.cu_compressed = {keys.as<const std::int32_t>(), keys.stride[0]};
 }
 
 }  // namespace
