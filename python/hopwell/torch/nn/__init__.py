@@ -1,0 +1,34 @@
+"""Modules made of the operators: multi-query MLA over selected keys, the lightning indexer, both together, NVFP4
+linear.
+
+Shapes: b sequences, s tokens a sequence, d_model the width of the residual stream; the operators take one packed
+sequence, so the modules flatten [b, s] and shift each sequence's key indices by its place in the pack. The attention is
+the one of DeepSeek-V2 with the up-projections absorbed (the latent is key and value of every head), the indexer and its
+training the ones of the DeepSeek-V3.2 report.
+"""
+
+from hopwell.torch.nn._module import KeepsDtypes, backward_may_follow, check_tokens, check_type
+from hopwell.torch.nn.attention import SparseMLA, pack_indices, sequence_ranges
+from hopwell.torch.nn.cache import KeyCache
+from hopwell.torch.nn.dsa import DSA, Mode, check_mode, has_loss
+from hopwell.torch.nn.indexer import LightningIndexer
+from hopwell.torch.nn.nvfp4 import NVFP4Linear
+from hopwell.torch.nn.rope import rotate
+
+__all__ = [
+    "DSA",
+    "KeepsDtypes",
+    "KeyCache",
+    "LightningIndexer",
+    "Mode",
+    "NVFP4Linear",
+    "SparseMLA",
+    "backward_may_follow",
+    "check_mode",
+    "check_tokens",
+    "check_type",
+    "has_loss",
+    "pack_indices",
+    "rotate",
+    "sequence_ranges",
+]

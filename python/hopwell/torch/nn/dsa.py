@@ -1,0 +1,123 @@
+"""DeepSeek Sparse Attention: the attention, its indexer and the loss that trains the indexer."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hopwell._checks import require
+from hopwell.torch import ops
+from hopwell.torch.nn._module import backward_may_follow, check_tokens, check_type
+from hopwell.torch.nn.attention import SparseMLA, pack_indices, sequence_ranges
+from hopwell.torch.nn.cache import KeyCache
+from hopwell.torch.nn.indexer import LightningIndexer
+
+Mode = Literal["dense", "warm-up", "sparse"]
+
+
+def has_loss(module: nn.Module, mode: "Mode", with_loss: bool | None) -> bool:
+    """Whether a `DSA` returns its loss: as `with_loss` says. The default, None, asks if a backward may follow."""
+    if mode == "dense":
+        name = type(module).__name__
+        require(not with_loss, name, "with_loss", "None or False in mode 'dense', which has no loss", with_loss)
+        return False
+    return backward_may_follow(module.training) if with_loss is None else bool(with_loss)
+
+
+def check_mode(module: str, mode: str) -> None:
+    """A mode of `DSA`."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"{module}: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
+
+
+class DSA(nn.Module):
+    """DeepSeek Sparse Attention: `mla` over the keys that `indexer` selects, and the loss the indexer learns from.
+
+    Three ways to run it, the stages of the report:
+      "dense"    attention over every visible key, by PyTorch; the indexer rests
+      "warm-up"  attention over every visible key and the indexer's loss over all of them; the rest is kept fixed by
+                 whoever trains
+      "sparse"   attention over the selected keys and the indexer's loss over these
+
+    The loss is the mean over tokens (without any, 0) of KL(attention distribution ‖ softmax of the index scores). The
+    indexer's input is detached and the target carries no gradient, so the indexer learns from this loss only and
+    nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see
+    which keys were read; None where they all were.
+    """
+
+    def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
+        check_type("DSA", "mla", mla, nn.Module)  # a SparseMLA, perhaps compiled or wrapped
+        check_type("DSA", "indexer", indexer, nn.Module)
+        super().__init__()
+        self.mla, self.indexer = mla, indexer
+        self.selected: Tensor | None = None
+
+    def forward(self, x: Tensor, mode: Mode = "sparse", with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [b, s, d_model] → y [b, s, d_model] and the indexer's loss, or None.
+
+        with_loss: whether the loss is made. None: if a backward may follow, that is with gradients on, and under
+        activation checkpointing also in the reentrant kind's first run. Mode "dense" has no loss.
+        """
+        check_mode("DSA", mode)
+        check_tokens("DSA", x, self.mla.d_model)
+        with_loss = has_loss(self, mode, with_loss)
+        if mode == "dense":
+            y, self.selected = self.mla.dense(x), None
+            return y, None
+        b, s, _ = x.shape
+        q, kv = self.mla.project(x)
+        q_index, k_index, weights = self.indexer.project(x.detach())
+        q, kv = q.flatten(0, 1), kv.flatten(0, 1)
+        masks: dict[str, Any] = {}
+        selected = indices = None
+        if mode == "sparse":
+            selected = self.indexer.select(q_index, k_index, weights)
+            indices = pack_indices(selected, s)
+        else:
+            masks = dict(zip(("k_start", "k_end"), sequence_ranges(b, s, x.device), strict=True))
+        out, lse = self.mla.attend(q, kv, indices, ascending=True, **masks)
+        y, loss = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v)), None
+        if with_loss:
+            index = q_index.flatten(0, 1), k_index.flatten(0, 1), weights.flatten(0, 1)
+            loss = self._loss((q, kv, lse), index, indices, masks) / max(b * s, 1)
+        self.selected = selected
+        return y, loss
+
+    def _loss(
+        self,
+        attention: tuple[Tensor, Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor],
+        indices: Tensor | None,
+        masks: dict[str, Any],
+    ) -> Tensor:
+        """The sum over tokens. `attention` has queries, keys and lse, `index` what `indexer.project` makes."""
+        if indices is None:
+            return ops.indexer_dense_loss(*attention, *index, self.mla.sm_scale, **masks)
+        q, kv, lse = attention
+        target = ops.attention_distribution(
+            q, kv, indices, lse, self.mla.sm_scale, normalize="l1", indices_ascending=True
+        )
+        return ops.indexer_loss(*index, indices, target)
+
+    def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
+        """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely. If
+        this raises, the cache has the tokens of before.
+        """
+        check_tokens("DSA.extend", x, self.mla.d_model)
+        if len(x) != 1:
+            raise ValueError(
+                f"DSA.extend: x must be [1, s, d_model], one sequence as the cache is; got {list(x.shape)}"
+            )
+        if not isinstance(cache, KeyCache):
+            raise TypeError(f"DSA.extend: cache must be a KeyCache; got {type(cache).__name__}")
+        start = cache.count()
+        q, kv = self.mla.project(x, start)
+        q_index, k_index, weights = self.indexer.project(x, start)
+        mask: dict[str, Any] = {"q_start": start}
+        if isinstance(start, Tensor):
+            mask = {"q_positions": (start + torch.arange(x.shape[1], device=start.device)).int()}
+        with cache.unchanged_on_error():
+            keys, index_keys = cache.append(kv[0], k_index[0])
+            indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, **mask)
+            out, _ = self.mla.attend(q[0], keys, indices, ascending=True)
+            return self.mla.combine(out[None])
