@@ -87,7 +87,7 @@ class Decoder(torch_nn.Module):
         # The head starts at zero: every token equally likely, and no gradient wasted on unlearning chance.
         torch_nn.init.zeros_(self.head.weight)
         for block in self.blocks:
-            for linear in (block.attention.mla.output, block.down):
+            for linear in (block.attention.o_proj, block.down):
                 linear.weight.data *= (2 * size.layers) ** -0.5
 
     def forward(

@@ -24,8 +24,8 @@ class Model(torch.nn.Module):
     def __init__(self, heads: dist.ProcessGroup | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_rope=8, d_nope=8, d_head=8, attn_sink=True)
-        indexer = nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, d_rope=8)
+        mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_rope=8, d_nope=8, d_head=8, q_lora_rank=12, attn_sink=True)
+        indexer = nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, d_rope=8, q_lora_rank=12)
         shard_heads(mla, heads)
         self.attention = ParallelDSA(mla, indexer, heads)
 
@@ -77,6 +77,16 @@ def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[st
     return {"losses": losses, "positions": shard.positions, **at_first}
 
 
+def packed(context: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """A forward over documents of 7, 0 and 13 tokens, one of which is on both ranks, and padding."""
+    model, shard = Model(None), ContextShard.zigzag(22, context)
+    x = shard.split(torch.randn(1, 22, D_MODEL, generator=torch.Generator().manual_seed(0)))
+    y, loss = model.attention(x, shard, cu_seqlens=torch.tensor([0, 7, 7, 20]))
+    if context is not None:
+        dist.all_reduce(loss, group=context)
+    return {"y": y.detach(), "loss": loss.detach(), "positions": shard.positions}
+
+
 def message(call: Callable[[], object]) -> str:
     try:
         call()
@@ -90,6 +100,7 @@ def compare(rank: int, folder: Path) -> dict[str, object]:
     for s in (16, 13, 1):  # with 1 token the other rank has none
         for scenario in ("alone", "context", "again", "heads", "fsdp"):
             result[scenario, s] = train(scenario, folder, s, 0, STEPS)
+    result["packed"] = packed(None), packed(world)
     result["s"] = message(lambda: ContextShard.zigzag(8 + rank, world))
     result["shape"] = message(lambda: ContextShard.zigzag(8, world).split(torch.zeros(B + rank, 8, D_MODEL)))
     return result

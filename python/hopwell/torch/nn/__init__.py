@@ -8,12 +8,13 @@ training the ones of the DeepSeek-V3.2 report.
 """
 
 from hopwell.torch.nn._module import KeepsDtypes, backward_may_follow, check_tokens, check_type
-from hopwell.torch.nn.attention import SparseMLA, pack_indices, sequence_ranges
+from hopwell.torch.nn.attention import SparseMLA, UpProjection, pack_indices
 from hopwell.torch.nn.cache import KeyCache
 from hopwell.torch.nn.dsa import DSA, Mode, check_mode, has_loss
 from hopwell.torch.nn.indexer import LightningIndexer
 from hopwell.torch.nn.nvfp4 import NVFP4Linear
-from hopwell.torch.nn.rope import rotate
+from hopwell.torch.nn.pack import Pack
+from hopwell.torch.nn.rope import Rope, Yarn, rotate
 
 __all__ = [
     "DSA",
@@ -22,7 +23,11 @@ __all__ = [
     "LightningIndexer",
     "Mode",
     "NVFP4Linear",
+    "Pack",
+    "Rope",
     "SparseMLA",
+    "UpProjection",
+    "Yarn",
     "backward_may_follow",
     "check_mode",
     "check_tokens",
@@ -30,5 +35,4 @@ __all__ = [
     "has_loss",
     "pack_indices",
     "rotate",
-    "sequence_ranges",
 ]

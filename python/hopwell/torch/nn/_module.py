@@ -6,6 +6,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from hopwell._checks import require
+
 
 def check_type(module: str, argument: str, value: object, expected: type) -> None:
     """TypeError, which names the module, the argument, what was expected and what came, unless it is of that type."""
@@ -14,11 +16,16 @@ def check_type(module: str, argument: str, value: object, expected: type) -> Non
         raise TypeError(f"{module}: {argument} must be a {name}; got {type(value).__name__}")
 
 
-def check_tokens(module: str, x: Tensor, d_model: int) -> None:
-    """The input of a module here is a batch of sequences."""
+def check_tokens(module: str, x: Tensor, d_model: int, first: nn.Module | None = None) -> None:
+    """The input of a module here is a batch of sequences, in the dtype of `first`, the linear layer that takes it.
+    Autocast converts, and a layer of another kind, such as a quantised one, says itself what it takes.
+    """
     check_type(module, "x", x, Tensor)
     if x.ndim != 3 or x.shape[-1] != d_model:
         raise ValueError(f"{module}: x must be [b, s, d_model={d_model}]; got {list(x.shape)}")
+    if isinstance(first, nn.Linear) and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+        dtype = first.weight.dtype
+        require(x.dtype == dtype, module, "x", f"{dtype} like its weights", x.dtype)
 
 
 def backward_may_follow(training: bool = True) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class KeyCache:
 
     max_tokens: int
     length: int | Tensor = 0
-    kv: Tensor | None = None
-    k_index: Tensor | None = None
+    kv: Tensor | None = field(default=None, repr=False)
+    k_index: Tensor | None = field(default=None, repr=False)
 
     def append(self, kv: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys of new tokens, [s, d_qk] and [s, d_index]; returns all; with a counting tensor, all the room
