@@ -13,7 +13,8 @@ over ranks before it is normalised.
 >>> y, indexer_loss = attention(shard.split(x), shard)
 
 Losses are this rank's part of a sum over the context's ranks: `sum_gradients` adds the parameters' gradients up, or
-FSDP2 does, with `set_gradient_divide_factor(1.0)`.
+FSDP2 does, with `set_gradient_divide_factor(1.0)` and `set_force_sum_reduction_for_comms(True)`. Without the second,
+FSDP2 asks for a scaled sum, which gloo does not have.
 """
 
 from collections.abc import Callable, Iterable

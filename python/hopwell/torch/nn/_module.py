@@ -42,6 +42,15 @@ def backward_may_follow(training: bool = True) -> bool:
     return not (torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
 
 
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, which computes in float32. x is first converted to the weight's dtype, as autocast does for products,
+    and the result has x's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class KeepsDtypes(nn.Module):
     """A module of which some tensors have their dtype whatever that of the rest: `bfloat16()` and its like, which cast
     all that is floating, only move those named in `kept`.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hopwell.torch import ops
-from hopwell.torch.nn._module import KeepsDtypes, check_tokens, check_type
+from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, check_tokens, check_type
 from hopwell.torch.nn.config import attention_options
 from hopwell.torch.nn.pack import Pack
 from hopwell.torch.nn.rope import Rope, rotate
@@ -89,10 +89,10 @@ class SparseMLA(KeepsDtypes):
             self.q_proj = nn.Linear(d_model, h_q * (d_nope + d_rope), bias=False)
         else:
             self.q_a_proj = nn.Linear(d_model, q_lora_rank, bias=False)
-            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=norm_eps)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, eps=norm_eps)
             self.q_b_proj = nn.Linear(q_lora_rank, h_q * (d_nope + d_rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(d_model, d_v + d_rope, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(d_v, eps=norm_eps)
+        self.kv_a_layernorm = RMSNorm(d_v, eps=norm_eps)
         self.kv_b_proj = UpProjection(h_q, d_v, d_nope, d_head)
         self.o_proj = nn.Linear(h_q * d_head, d_model, bias=False)
         self.attn_sink = nn.Parameter(torch.zeros(h_q, dtype=torch.float32)) if attn_sink else None
