@@ -78,7 +78,7 @@ def test_numbers_of_modules() -> None:
         counted.length = i(counted.length)
         assert torch.equal(dsa.extend(x[:1, step : step + 1], cache), other.extend(x[:1, step : step + 1], counted))
         assert type(counted.length) is int
-    assert torch.equal(nn.rotate(x, i(3), f(1e4)), nn.rotate(x, 3))
+    assert torch.equal(nn.rotate(x, i(3), nn.Rope(f(1e4))), nn.rotate(x, 3))
     shard = ContextShard.zigzag(i(9))
     assert torch.equal(shard.split(x), x)
     offsets = torch.tensor([0, 4, 9])

@@ -299,7 +299,7 @@ def test_nvfp4_keeps_its_numbers(floats: bool) -> None:
 def test_compiles_without_graph_breaks() -> None:
     dsa, x = make_dsa(), torch.randn(2, 12, D_MODEL)
     results = []
-    for run in (dsa, torch.compile(dsa, fullgraph=True)):
+    for run in (dsa, torch.compile(dsa, fullgraph=True, backend="aot_eager")):  # inductor: test_torch_dispatch.py
         dsa.zero_grad()
         y, loss = run(x)
         (y.square().sum() + loss).backward()

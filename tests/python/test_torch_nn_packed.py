@@ -63,7 +63,7 @@ def test_documents_have_the_bits_that_they_have_alone(cu_seqlens: Tensor, mode: 
 
 @pytest.mark.usefixtures("products_by_row")
 def test_the_parts_alone(cu_seqlens: Tensor) -> None:
-    """The indexer, and the attention over keys that the caller names: those of other documents are skipped."""
+    """The indexer, and the attention over keys that the caller names. It skips keys of other documents."""
     dsa, x = make_dsa(), torch.randn(1, S, D_MODEL)
     indices = dsa.indexer(x, dsa.query_latent(x), cu_seqlens=cu_seqlens)
     y = dsa(x, cu_seqlens=cu_seqlens)[0]

@@ -1,4 +1,4 @@
-"""What the modules share: checks of arguments, and modules of which some tensors keep their dtype."""
+"""Parts of all modules: checks of arguments, a norm, and a base class that keeps the dtype of some tensors."""
 
 from collections.abc import Callable
 from typing import ClassVar, Self
@@ -10,15 +10,16 @@ from hopwell._checks import require
 
 
 def check_type(module: str, argument: str, value: object, expected: type) -> None:
-    """TypeError, which names the module, the argument, what was expected and what came, unless it is of that type."""
+    """Raises TypeError, which names module, argument, expected and given type, unless the value has that type."""
     if not isinstance(value, expected):
         name = f"torch.{expected.__name__}" if expected is Tensor else f"torch.nn.{expected.__name__}"
         raise TypeError(f"{module}: {argument} must be a {name}; got {type(value).__name__}")
 
 
 def check_tokens(module: str, x: Tensor, d_model: int, first: nn.Module | None = None) -> None:
-    """The input of a module here is a batch of sequences, in the dtype of `first`, the linear layer that takes it.
-    Autocast converts, and a layer of another kind, such as a quantised one, says itself what it takes.
+    """Raises an error, unless x is a batch of sequences in the dtype of `first`, the linear layer that takes it.
+
+    Autocast converts x. A layer of another kind, such as a quantised one, checks its input itself.
     """
     check_type(module, "x", x, Tensor)
     if x.ndim != 3 or x.shape[-1] != d_model:
@@ -52,8 +53,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class KeepsDtypes(nn.Module):
-    """A module of which some tensors have their dtype whatever that of the rest: `bfloat16()` and its like, which cast
-    all that is floating, only move those named in `kept`.
+    """A module that keeps the dtype of some tensors. `bfloat16()` and similar calls cast every floating tensor, but
+    only move the tensors that `kept` names.
     """
 
     kept: ClassVar[tuple[str, ...]]

@@ -10,7 +10,7 @@ MISSING = object()
 
 
 class Config:
-    """A configuration, of which some names may be missing: an object with attributes, or a mapping."""
+    """A configuration: an object with attributes, or a mapping. Some names may be missing."""
 
     def __init__(self, module: str, config: object) -> None:
         self.module, self.given = module, config
@@ -24,7 +24,7 @@ class Config:
         return value
 
     def refuse(self, name: str, *allowed: object) -> None:
-        """ValueError, unless the value of `name` is missing or one of those allowed."""
+        """Raises ValueError, unless `name` is missing or has an allowed value."""
         value = self(name, allowed[0])
         require(value in allowed, self.module, name, " or ".join(map(repr, allowed)), value)
 

@@ -35,7 +35,7 @@ def check_mode(module: str, mode: str) -> None:
 class DSA(SparseMLA):
     """DeepSeek Sparse Attention: MLA over the keys that `indexer` selects, and the loss the indexer learns from.
 
-    It takes over the parts of `mla`, so that its parameters have the names of a published layer: `q_a_proj.weight` …
+    It has the parts of `mla` as its own, so that its parameters have the names of a published layer: `q_a_proj.weight` …
     `o_proj.weight` and `indexer.wq_b.weight` …. `from_config` makes one of a published configuration, and
     `load_state_dict` then takes the tensors of the layer.
 

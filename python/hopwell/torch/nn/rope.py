@@ -1,7 +1,7 @@
 """Rotary position embedding, with YaRN.
 
-The formulae are those of DeepSeek-V3.2's published inference code (`inference/model.py` of DeepSeek-V3.2-Exp) and of
-Hugging Face's transformers (`modeling_rope_utils.py`, `modeling_deepseek_v3.py`); YaRN is arXiv 2309.00071.
+The formulae come from DeepSeek-V3.2's published inference code (`inference/model.py` of DeepSeek-V3.2-Exp) and from
+Hugging Face's transformers (`modeling_rope_utils.py`, `modeling_deepseek_v3.py`). YaRN is arXiv 2309.00071.
 """
 
 import math
