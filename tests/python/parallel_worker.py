@@ -78,7 +78,7 @@ def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[st
 
 
 def packed(context: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    """A forward over documents of 7, 0 and 13 tokens and padding. Two ranks share the last document."""
+    """A forward over documents of 7, 0 and 13 tokens and padding. Two ranks share both documents."""
     model, shard = Model(None), ContextShard.zigzag(22, context)
     x = shard.split(torch.randn(1, 22, D_MODEL, generator=torch.Generator().manual_seed(0)))
     y, loss = model.attention(x, shard, cu_seqlens=torch.tensor([0, 7, 7, 20]))

@@ -35,9 +35,9 @@ def check_mode(module: str, mode: str) -> None:
 class DSA(SparseMLA):
     """DeepSeek Sparse Attention: MLA over the keys that `indexer` selects, and the loss the indexer learns from.
 
-    It has the parts of `mla` as its own, so that its parameters have the names of a published layer: `q_a_proj.weight` …
-    `o_proj.weight` and `indexer.wq_b.weight` …. `from_config` makes one of a published configuration, and
-    `load_state_dict` then takes the tensors of the layer.
+    It has the parts of `mla` as its own, so that its parameters have the names of a published layer, from
+    `q_a_proj.weight` to `o_proj.weight` and `indexer.weights_proj.weight`. `from_config` makes a layer for a published
+    configuration, and `load_state_dict` then takes the published tensors.
 
     Three ways to run it, the stages of the report:
       "dense"    attention over every visible key, by PyTorch; the indexer rests
