@@ -56,7 +56,7 @@ class Pack:
         return cls(k_start, k_end, 0, True)
 
     def take(self, s: int, positions: Tensor) -> "Pack":
-        """The tokens at `positions` int64 [s_local] of each sequence of s tokens. Keys still count in the whole pack."""
+        """The tokens at `positions` int64 [s_local] of each sequence of s tokens. Keys count in the whole pack."""
         k_start, k_end = (bound.view(-1, s)[:, positions].flatten() for bound in (self.k_start, self.k_end))
         start = positions + (self.start[positions] if isinstance(self.start, Tensor) else self.start)
         start = start - torch.arange(len(positions), device=positions.device)
