@@ -229,6 +229,7 @@ def test_rotation_is_relative() -> None:
     torch.testing.assert_close(nn.rotate(heads, 2)[:, :, 1], nn.rotate(heads[:, :, 1], 2))
 
 
+@pytest.mark.filterwarnings("error:Mismatch dtype")
 def test_bfloat16_and_autocast() -> None:
     # Every key is selected, because rounded scores would select other keys, and the outputs would differ by whole keys.
     dsa, x = make_dsa(topk=40), torch.randn(2, 12, D_MODEL)

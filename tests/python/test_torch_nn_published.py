@@ -12,6 +12,7 @@ import pytest
 import torch
 from hopwell.torch import nn
 from hopwell.torch.parallel import ContextShard, ParallelDSA
+from support import norm_error
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -192,6 +193,17 @@ def test_a_published_layer_gives_its_results(name: str) -> None:
     parallel.load_state_dict(tensors)
     y, _ = parallel(x, ContextShard.zigzag(40))
     check(published, x, y, parallel.selected)
+
+
+@pytest.mark.parametrize("mode", ["warm-up", "dense"])
+def test_a_published_layer_in_bfloat16(mode: nn.Mode) -> None:
+    """The dtype of the published tensors. All keys are read, because rounded scores select other keys."""
+    config, x = CONFIGS["deepseek_v32"], torch.randn(1, 40, 48).bfloat16()
+    tensors = {name: t.bfloat16() for name, t in checkpoint().items()}
+    dsa = nn.DSA.from_config(config).bfloat16()
+    dsa.load_state_dict(tensors)
+    expected = Published(tensors, config)(x[0].double().numpy(), np.tril(np.ones((40, 40), dtype=bool)))
+    assert norm_error(dsa(x, mode)[0][0].detach(), torch.from_numpy(expected)) < 0.02
 
 
 def test_names_are_the_published_ones() -> None:
