@@ -70,6 +70,8 @@ def test_the_parts_alone(cu_seqlens: Tensor) -> None:
     assert torch.equal(indices, dsa.selected)
     attend = nn.SparseMLA.forward
     assert torch.equal(attend(dsa, x, indices, cu_seqlens=cu_seqlens), y)
+    parallel = ParallelDSA(dsa, dsa.indexer)
+    assert torch.equal(parallel(x, ContextShard.zigzag(S), cu_seqlens=cu_seqlens)[0], y)
     every = torch.arange(S, dtype=torch.int32).expand(1, S, S)
     torch.testing.assert_close(
         attend(dsa, x, every, cu_seqlens=cu_seqlens), dsa(x, "warm-up", cu_seqlens=cu_seqlens)[0]
