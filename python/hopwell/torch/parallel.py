@@ -27,6 +27,9 @@ from torch import Tensor
 
 from hopwell._checks import require
 from hopwell.torch import nn, ops
+from hopwell.torch.nn._module import check_tokens
+from hopwell.torch.nn.dsa import check_mode, has_loss
+from hopwell.torch.nn.pack import Pack
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients, refuse_second_derivative, scaled
 
@@ -241,16 +244,16 @@ class ParallelDSA(nn.DSA):
         with_loss as in `nn.DSA`, the same on every rank; so are cu_seqlens, k_start and k_end, which are of the whole
         pack: [1, s, d_model] before it was split.
         """
-        nn.check_mode("ParallelDSA", mode)
-        nn.check_tokens("ParallelDSA", x, self.d_model, self.kv_a_proj_with_mqa)
-        with_loss = nn.has_loss(self, mode, with_loss)
+        check_mode("ParallelDSA", mode)
+        check_tokens("ParallelDSA", x, self.d_model, self.kv_a_proj_with_mqa)
+        with_loss = has_loss(self, mode, with_loss)
         b, s_local, _ = x.shape
         if s_local != len(shard.positions):
             raise ValueError(
                 f"ParallelDSA: x must be [b, s_local, d_model] with s_local = {len(shard.positions)};"
                 f" got {list(x.shape)}"
             )
-        pack = nn.Pack.of("ParallelDSA", x, shard.s, cu_seqlens, k_start, k_end).take(shard.s, shard.positions)
+        pack = Pack.of("ParallelDSA", x, shard.s, cu_seqlens, k_start, k_end).take(shard.s, shard.positions)
         (q, kv), (q_index, k_index, weights) = self.project_all(x, pack.start)
         keys, index_keys = shard.gather(kv), shard.gather(k_index)
         q, q_index, weights = (t.flatten(0, 1) for t in (q, q_index, weights))

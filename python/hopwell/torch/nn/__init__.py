@@ -8,33 +8,25 @@ training the ones of the DeepSeek-V3.2 report. Options and names of parameters a
 after `inference/model.py` of DeepSeek-V3.2-Exp and `deepseek_v32` and `glm_moe_dsa` of Hugging Face's transformers.
 """
 
-from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, backward_may_follow, check_tokens, check_type
+from hopwell.torch.nn._module import RMSNorm
 from hopwell.torch.nn.attention import SparseMLA, UpProjection, pack_indices
 from hopwell.torch.nn.cache import KeyCache
-from hopwell.torch.nn.dsa import DSA, Mode, check_mode, has_loss
+from hopwell.torch.nn.dsa import DSA, Mode
 from hopwell.torch.nn.indexer import LightningIndexer
 from hopwell.torch.nn.nvfp4 import NVFP4Linear
-from hopwell.torch.nn.pack import Pack
 from hopwell.torch.nn.rope import Rope, Yarn, rotate
 
 __all__ = [
     "DSA",
-    "KeepsDtypes",
     "KeyCache",
     "LightningIndexer",
     "Mode",
     "NVFP4Linear",
-    "Pack",
     "RMSNorm",
     "Rope",
     "SparseMLA",
     "UpProjection",
     "Yarn",
-    "backward_may_follow",
-    "check_mode",
-    "check_tokens",
-    "check_type",
-    "has_loss",
     "pack_indices",
     "rotate",
 ]
