@@ -89,7 +89,7 @@ def packed(context: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
 
 
 def data_parallel(rank: int) -> dict[str, torch.Tensor]:
-    """FSDP2 as it is, over sequences of each rank: the gradients are the mean of those without it."""
+    """FSDP2 with sequences of each rank: its gradients are the mean of the gradients without it."""
     options: dict[str, int] = {"d_rope": 8, "q_lora_rank": 12}
     torch.manual_seed(0)
     mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_nope=8, d_head=8, **options)
