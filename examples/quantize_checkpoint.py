@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [s, width] → [s, width]."""
         q, k, v = (p(x).unflatten(-1, (-1, self.config.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (hopwell_nn.rotate(t[None], theta=self.config.rope_theta)[0] for t in (q, k))
+        q, k = (hopwell_nn.rotate(t[None], rope=hopwell_nn.Rope(self.config.rope_theta))[0] for t in (q, k))
         heads = (t.transpose(0, 1) for t in (q, k, v))
         out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(0, 1).flatten(1))
