@@ -48,16 +48,17 @@ def docstrings() -> dict[str, str]:
 
 
 def registered() -> dict[str, set[str]]:
-    """Returns the backends that register a kernel, by operator. In a folder with several operators, the problem's type
-    names the operator.
+    """Returns the backends that register a kernel, by operator. In a folder with several operators, the name of the
+    registration ends the operator's name.
     """
     found: dict[str, set[str]] = {}
     for folder in sorted((ROOT / "src" / "ops").iterdir()):
         for backend in BACKENDS:
             for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
-                for problem in re.findall(r"Registration<(\w*)Problem>", source.read_text() if source.exists() else ""):
-                    operator = f"{folder.name.split('_')[0]}_{problem.lower()}" if problem else folder.name
-                    found.setdefault(operator, set()).add(backend)
+                text = source.read_text() if source.exists() else ""
+                for name in re.findall(r"Registration(?:<\w+>)? (\w+)\{", text):
+                    operator = f"{folder.name.split('_')[0]}_{name}"
+                    found.setdefault(operator if operator in operators() else folder.name, set()).add(backend)
     return found
 
 

@@ -34,8 +34,8 @@ struct Unsupported {
   std::string reason;
 };
 
-// What a backend plans for a problem. A plan is plain data; `workspace_bytes` is its size of the workspace, if it has
-// that member.
+// The plan of a backend for a problem, or the reason. A plan is plain data. Its member `workspace_bytes`, if it has one,
+// is the size of the workspace.
 template <class Plan>
 using PlanOr = std::variant<Plan, Unsupported>;
 struct NoPlan {};  // the plan of a backend that decides nothing before its launch
@@ -237,7 +237,7 @@ class Planned {
  public:
   Planned(const Backend<Problem>& backend, ErasedPlan plan) : backend_(&backend), plan_(std::move(plan)) {}
   [[nodiscard]] std::size_t workspace_bytes() const { return plan_.workspace_bytes; }
-  // `problem` is the planned one, or differs from it in addresses only.
+  // `problem` is the planned one, or differs from it in fields on which the plan does not depend, such as addresses.
   void launch(const Problem& problem, void* workspace, Stream stream) const {
     backend_->launch(problem, plan_, workspace, stream);
   }

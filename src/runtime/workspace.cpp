@@ -17,7 +17,10 @@ WorkspaceAllocator::WorkspaceAllocator(void* (*allocate)(void* context, std::siz
 WorkspaceAllocator::~WorkspaceAllocator() { current = outer_; }
 
 void* workspace_of_call(std::string_view operator_name, std::size_t needed, void* given, std::size_t bytes) {
-  if (current != nullptr) given = current->allocate_(current->context_, needed), bytes = given == nullptr ? 0 : needed;
+  if (const WorkspaceAllocator* const allocator = std::exchange(current, nullptr)) {
+    given = allocator->allocate_(allocator->context_, needed);
+    bytes = given == nullptr ? 0 : needed;
+  }
   if (needed == 0) return given;
   const Checker check(operator_name);
   check.require(given != nullptr && bytes >= needed, "workspace", std::to_string(needed) + " bytes or more",

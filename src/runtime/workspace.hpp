@@ -26,8 +26,8 @@ T* at_offset(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<std::byte*>(workspace) + offset);
 }
 
-// While the object lives, calls of operators on this thread take their workspace from allocate(bytes). A call calls it
-// once, between its plan and its launch; bytes is 0 if the plan needs no workspace. For language bindings.
+// For language bindings. While the object lives, the next call of an operator on this thread takes its workspace from
+// allocate(bytes). It calls `allocate` once, between plan and launch; bytes is 0 if the plan needs no workspace.
 class HOPWELL_API WorkspaceAllocator {
  public:
   template <class Allocate>

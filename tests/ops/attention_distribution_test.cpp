@@ -135,6 +135,8 @@ TEST(AttentionDistribution, PlansSplitRowsOfTheLastRoundOnly) {
   EXPECT_EQ(plan.splits, 32);  // four rows, 32 tiles of keys in each, for 132 CTAs
   EXPECT_EQ(plan.split_entries, 64);
   EXPECT_EQ(plan.work_tiles, 31 * 132 + 4 * 32);
+  problem.topk = 0;
+  EXPECT_EQ(plan_of(problem).work_tiles, 4096);
 }
 
 // Rows are brought into ascending order where many queries read keys that do not fit in L2, and memory would bind.

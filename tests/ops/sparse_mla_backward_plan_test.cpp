@@ -317,12 +317,12 @@ TEST(SparseMlaBackwardPlan, NothingInTheWorkspaceTwice) {
         if (attn && !deterministic) parts.emplace_back(w.sources, 2UL * 300 * 2048);
         for (const MainPass& pass : {plan.pairs, plan.singles}) {
           const auto slices = static_cast<std::size_t>(pass.sliced_tiles * (pass.slices > 1 ? pass.slices : 0));
-          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), w.bytes);
+          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), plan.workspace_bytes);
         }
         std::sort(parts.begin(), parts.end());
         for (std::size_t i = 0; i < parts.size(); ++i) {
           EXPECT_EQ(parts[i].first % 256, 0U);
-          EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
+          EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : plan.workspace_bytes);
         }
       }
     }
@@ -420,7 +420,7 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     std::sort(parts.begin(), parts.end());
     for (std::size_t i = 0; i < parts.size(); ++i) {
       EXPECT_EQ(parts[i].first % 256, 0U);
-      EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
+      EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : plan.workspace_bytes);
     }
   }
 }

@@ -14,7 +14,7 @@ Plan plan_of(const Problem& problem) {
             .work_tiles = s_q,
             .ctas = 0,
             .alternate = problem.h_q <= kTileHeads};
-  if (rest > 0 && !problem.normalize_l1) {
+  if (rest > 0 && topk > 0 && !problem.normalize_l1) {
     const int tiles = (topk + kTileKeys - 1) / kTileKeys, most = std::min(sms / rest, tiles);
     const int split_tiles = (tiles + most - 1) / most;
     plan.splits = (tiles + split_tiles - 1) / split_tiles;

@@ -48,7 +48,7 @@ constexpr Rule kAscending{2, 3};
 constexpr Rule kEvictsKeysFirst{2, 3, 0.55};
 constexpr Rule kPrefetches{2, 1, 0.4, 0.75}, kPrefetchesAndEvicts{2, 1, 0.3}, kPrefetchesForSharedKeys{10, 3};
 constexpr std::int64_t kLeastOrderedTopk = 256;
-constexpr std::int64_t kPartOfL2 = 8, kMostPaceSlack = 8;  // CTAs drift apart by an eighth of L2, by 1 to 8 steps
+constexpr std::int64_t kPartOfL2 = 8, kMostPaceSlack = 8;  // largest lead of a CTA: an eighth of L2, 1 to 8 steps
 constexpr double kNanosecondsOfKey = 110;  // of one query, where all is in L2: 104 for a pair, 118 for a CTA (H100)
 
 // The part of a main kernel's time in which memory is busy. CTAs of a wave that run in step fetch each key's row of kv
@@ -64,7 +64,7 @@ double memory_share(const Problem& p, int ctas) {
 // it. A plan for a chip takes the paths that pay.
 bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 
-// The largest lead of a CTA, so that the rows of dkv_accum that CTAs add to stay in L2, and what is done about misses.
+// The largest lead of a CTA, so that the rows of dkv_accum that CTAs add to stay in L2, and how misses are hidden.
 void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double memory = ascending_pays ? memory_share(p, ctas) : 0;
