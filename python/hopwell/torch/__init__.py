@@ -4,12 +4,14 @@
 """
 
 from hopwell.torch import nn
-from hopwell.torch._packing import key_ranges
+from hopwell.torch._packing import compressed_lengths, key_ranges
 from hopwell.torch.ops import (
     attention_distribution,
     indexer_dense_loss,
     indexer_loss,
     indexer_scores,
+    kv_compress,
+    kv_compress_backward,
     lightning_indexer,
     lightning_indexer_backward,
     normalize_l1,
@@ -27,10 +29,13 @@ from hopwell.torch.ops import (
 
 __all__ = [
     "attention_distribution",
+    "compressed_lengths",
     "indexer_dense_loss",
     "indexer_loss",
     "indexer_scores",
     "key_ranges",
+    "kv_compress",
+    "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
     "nn",
