@@ -20,10 +20,10 @@ struct WorkspaceLayout {
   }
 };
 
-// An area of a workspace. Meaningless without a workspace, because then no kernel uses it.
+// An area of a workspace. Null without a workspace: while a call is planned, or if it needs none.
 template <class T>
 T* at_offset(void* workspace, std::size_t offset) {
-  return reinterpret_cast<T*>(static_cast<std::byte*>(workspace) + offset);
+  return workspace == nullptr ? nullptr : reinterpret_cast<T*>(static_cast<std::byte*>(workspace) + offset);
 }
 
 // For language bindings. While the object lives, the next call of an operator on this thread takes its workspace from
