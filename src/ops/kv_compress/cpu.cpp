@@ -277,8 +277,8 @@ void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
   }
 }
 
-const runtime::Registration forward_backend{"cpu", launch};
-const runtime::Registration backward_backend{"cpu", launch_backward};
+const runtime::Registration compress{"cpu", launch};
+const runtime::Registration compress_backward{"cpu", launch_backward};
 
 }  // namespace
 }  // namespace hopwell::ops::kv_compress

@@ -148,8 +148,8 @@ void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* w
                   stream, params);
 }
 
-const runtime::Registration forward_backend{runtime::kBackend, plan, launch};
-const runtime::Registration backward_backend{runtime::kBackend, plan_backward, launch_backward};
+const runtime::Registration compress{runtime::kBackend, plan, launch};
+const runtime::Registration compress_backward{runtime::kBackend, plan_backward, launch_backward};
 
 }  // namespace
 }  // namespace hopwell::ops::kv_compress
