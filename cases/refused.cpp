@@ -127,6 +127,8 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
             "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
        }},
+      {"kv_compress", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
+      {"kv_compress_backward", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
       {"nvfp4_linear_backward",
        "sm80",
        {

@@ -28,7 +28,8 @@ BackwardPlan make_plan(const BackwardProblem& p) {
   // each row have a plane.
   const std::int64_t planes = plan.shape.batches == 1 ? 1 : plan.shape.rows();
   const std::int64_t plane_bytes = static_cast<std::int64_t>(sizeof(float)) * p.blocks.ratio * p.w;
-  const std::int64_t steps = ceil_div(p.blocks.n, plan.shape.rows());
+  const std::int64_t steps =
+      p.blocks.most == 0 ? 0 : ceil_div(p.blocks.n, plan.shape.rows());  // no whole block: no window
   std::int64_t strips = std::min(steps, ceil_div(std::int64_t{2} * p.device.sms, plan.shape.slabs));
   if (p.d_position_bias) strips = std::min(strips, std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1));
   if (steps > 0) {
