@@ -206,11 +206,11 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
             "weight_global must be a number or a 0-d float32 array; got None",
         ),
         ("kv_compress", {"ratio": 0}, "ratio must be at least 1; got 0"),
-        ("kv_compress", {"gate": np.zeros((29, 14), np.float32)}, "gate must be float32 \\[s=29, w=16\\]; got "),
+        ("kv_compress", {"gate": np.zeros((29, 14), np.float32)}, "gate must be float32 [s=29, w=16]; got "),
         (
             "kv_compress",
             {"position_bias": np.zeros((4, 16), np.float32)},
-            "position_bias must be float32 \\[ratio=3, w=16",
+            "position_bias must be float32 [ratio=3, w=16",
         ),
         ("kv_compress", {"position_bias": np.zeros((3, 16))}, "position_bias must be float32"),
         ("kv_compress", {"cu_compressed": None}, "cu_seqlens and cu_compressed are given together"),
