@@ -21,29 +21,29 @@ const std::vector<Refusals>& all_refusals() {
       {"attention_distribution",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
-           {"rows of q and kv must be 16-byte aligned",
+           {"needs d_qk a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
+           {"needs rows of q and kv 16-byte aligned",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided "
             "strided_l1"},
        }},
       {"attention_distribution",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be 576 or 512",
+           {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
             "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
@@ -52,47 +52,47 @@ const std::vector<Refusals>& all_refusals() {
       {"attention_distribution",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be 576 or 512",
+           {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
             "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
             "many_queries many_queries_l1 odd_widths odd_widths_l1"},
-           {"rows of q and kv must be 16-byte aligned, in ascending order",
+           {"needs rows of q and kv 16-byte aligned, with positive strides",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
        }},
       {"indexer_dense_loss",
        "sm80",
        {
-           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
        }},
       {"indexer_dense_loss",
        "sm90",
        {
-           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
-           {"attention_distribution: d_qk must be 576 or 512", "d_qk_64"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs d_qk 576 or 512", "d_qk_64"},
        }},
       {"lightning_indexer",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16 or float8_e4m3fn",
+           {"needs bfloat16 or float8_e4m3fn q_index and k_index",
             "documents_fp32 key_ranges_fp32 no_relu_fp32 normal_fp32 odd_shape strided_exact"},
-           {"q_index must have rows of 16-byte pieces",
+           {"needs rows of q_index 16-byte aligned, with positive strides",
             "fp8_odd_shape fp8_strided one_dimension queries_70000 strided"},
        }},
       {"lightning_indexer_backward",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16",
+           {"needs bfloat16 q_index and k_index",
             "any_order_fp32 basic_fp32 d_scores_fp32 key_ranges_fp32 nan_targets_fp32 no_relu_fp32 odd_shape "
             "strided_fp32"},
-           {"q_index and k_index must have rows of whole 16-byte pieces", "any_order_strided one_dimension strided"},
+           {"needs rows of q_index and k_index 16-byte aligned", "any_order_strided one_dimension strided"},
        }},
       {"nvfp4_gemv",
        "sm100",
@@ -219,62 +219,62 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_backward",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned, those of kv in ascending order",
+           {"needs d_qk 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q and kv 16-byte aligned, a positive row stride of kv",
             "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
        }},
   };
   return all;

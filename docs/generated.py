@@ -45,16 +45,17 @@ def docstrings() -> dict[str, str]:
 
 
 def registered() -> dict[str, set[str]]:
-    """Returns the backends that register a kernel, by operator. In a folder with several operators, the problem's type
-    names the operator.
+    """Returns the backends that register a kernel, by operator. In a folder with several operators, the name of the
+    registration ends the operator's name.
     """
     found: dict[str, set[str]] = {}
     for folder in sorted((ROOT / "src" / "ops").iterdir()):
         for backend in BACKENDS:
             for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
-                for problem in re.findall(r"Registration<(\w*)Problem>", source.read_text() if source.exists() else ""):
-                    operator = f"{folder.name.split('_')[0]}_{problem.lower()}" if problem else folder.name
-                    found.setdefault(operator, set()).add(backend)
+                text = source.read_text() if source.exists() else ""
+                for name in re.findall(r"Registration(?:<\w+>)? (\w+)\{", text):
+                    operator = f"{folder.name.split('_')[0]}_{name}"
+                    found.setdefault(operator if operator in operators() else folder.name, set()).add(backend)
     return found
 
 
@@ -77,7 +78,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
 def other_refusals(operator: str) -> list[str]:
     """Returns further reasons from an operator's own folder that no case of the test suite meets: mostly sizes."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
-    words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
+    words = re.findall(r'(?:Support::no\(|Unsupported\{)\s*((?:"[^"]*"\s*)+)[)}]', text)
     met = {word for (name, _), reasons in refusals().items() if name == operator for word in reasons}
     return [word for word in dict.fromkeys("".join(re.findall(r'"([^"]*)"', w)) for w in words) if word not in met]
 

@@ -33,7 +33,7 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
                             .out = call.output("out", out),
                             .max_logits = call.output("max_logits", max_logits),
                             .lse = call.output("lse", lse)};
-  call.run(args, hopwell::sparse_mla_forward, hopwell::sparse_mla_forward_workspace_bytes);
+  call.run(args, hopwell::sparse_mla_forward);
 }
 
 void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
@@ -66,7 +66,7 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
                              .dkv = call.output("dkv", dkv),
                              .d_sink = call.output("d_sink", d_sink),
                              .attn = call.output("attn", attn)};
-  call.run(args, hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes);
+  call.run(args, hopwell::sparse_mla_backward);
 }
 
 void attention_distribution_(handle q, handle kv, handle indices, handle lse, handle sm_scale, handle topk_length,
@@ -90,7 +90,7 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
                                                   {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
       .indices_ascending = call.flag("indices_ascending", indices_ascending),
       .out = call.output("out", attn)};
-  call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
+  call.run(args, hopwell::attention_distribution);
 }
 
 // At least 1 if given; 0 in the C struct means no window.
@@ -130,7 +130,7 @@ void paged_attention_(handle q, handle k_cache, handle v_cache, handle block_tab
       .window = window_of(call, window),
       .out = call.output("out", out),
       .lse = call.output("lse", lse)};
-  call.run(args, hopwell::paged_attention, hopwell::paged_attention_workspace_bytes);
+  call.run(args, hopwell::paged_attention);
 }
 
 hopwell_scale_layout scale_layout_of(const Call& call, handle layout) {
@@ -156,7 +156,7 @@ void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handl
                      .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
                      .scale_layout = scale_layout_of(call, scale_layout),
                      .out = call.output("out", out)};
-  call.run(args, hopwell::nvfp4_gemv, hopwell::nvfp4_gemv_workspace_bytes);
+  call.run(args, hopwell::nvfp4_gemv);
 }
 
 void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_global, handle bias, handle scale_layout,
@@ -173,8 +173,7 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
                        .scale_layout = scale_layout_of(call, scale_layout),
                        .out = call.output("out", out)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
-  call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes,
-           {{"weight_global_value", "weight_global"}});
+  call.run(args, hopwell::nvfp4_linear, {{"weight_global_value", "weight_global"}});
 }
 
 void nvfp4_linear_backward_(handle d_out, handle weight, handle weight_scale, handle weight_global, handle scale_layout,
@@ -190,8 +189,7 @@ void nvfp4_linear_backward_(handle d_out, handle weight, handle weight_scale, ha
                                .scale_layout = scale_layout_of(call, scale_layout),
                                .d_x = call.output("out", d_x)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
-  call.run(args, hopwell::nvfp4_linear_backward, hopwell::nvfp4_linear_backward_workspace_bytes,
-           {{"weight_global_value", "weight_global"}, {"d_x", "out"}});
+  call.run(args, hopwell::nvfp4_linear_backward, {{"weight_global_value", "weight_global"}, {"d_x", "out"}});
 }
 
 void nvfp4_matmul_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle bias, handle global_is_reciprocal,
@@ -206,7 +204,7 @@ void nvfp4_matmul_(handle a, handle b, handle sfa, handle sfb, handle alpha, han
                        .bias = call.input("bias", bias),
                        .scale_layout = scale_layout_of(call, scale_layout),
                        .out = call.output("out", out)};
-  call.run(args, hopwell::nvfp4_matmul, hopwell::nvfp4_matmul_workspace_bytes);
+  call.run(args, hopwell::nvfp4_matmul);
 }
 
 void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle codes, handle scales, handle global_scale,
@@ -223,8 +221,7 @@ void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle cod
                          .codes = call.output("codes", codes),
                          .scales = call.output("scales", scales),
                          .global_scale = call.output("global_scale", global_scale)};
-  call.run(args, hopwell::nvfp4_quantize, hopwell::nvfp4_quantize_workspace_bytes,
-           {{"global_in", "global_scale"}, {"global_in_value", "global_scale"}});
+  call.run(args, hopwell::nvfp4_quantize, {{"global_in", "global_scale"}, {"global_in_value", "global_scale"}});
 }
 
 void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle global_is_reciprocal,
@@ -239,8 +236,7 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
                            .scale_layout = scale_layout_of(call, scale_layout),
                            .x = call.output("x", x)};
   if (!number && args.global_scale == nullptr) call.fail("global_scale", "a number or a 0-d float32 array", "None");
-  call.run(args, hopwell::nvfp4_dequantize, hopwell::nvfp4_dequantize_workspace_bytes,
-           {{"global_value", "global_scale"}});
+  call.run(args, hopwell::nvfp4_dequantize, {{"global_value", "global_scale"}});
 }
 
 void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_scale, handle k_scale,
@@ -261,7 +257,7 @@ void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q
                             .no_relu = !call.flag("relu", relu),
                             .indices = call.output("indices", indices),
                             .scores = call.output("scores", scores)};
-  call.run(args, hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes);
+  call.run(args, hopwell::lightning_indexer);
 }
 
 void lightning_indexer_backward_(handle target, handle d_scores, handle q_index, handle k_index, handle weights,
@@ -287,7 +283,7 @@ void lightning_indexer_backward_(handle target, handle d_scores, handle q_index,
                                     .d_q_index = call.output("d_q_index", d_q_index),
                                     .d_k_index = call.output("d_k_index", d_k_index),
                                     .d_weights = call.output("d_weights", d_weights)};
-  call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
+  call.run(args, hopwell::lightning_indexer_backward);
 }
 
 void indexer_dense_loss_(handle q, handle kv, handle lse, handle q_index, handle k_index, handle weights,
@@ -319,13 +315,13 @@ void indexer_dense_loss_(handle q, handle kv, handle lse, handle q_index, handle
                             .d_q_index = call.output("d_q_index", d_q_index),
                             .d_k_index = call.output("d_k_index", d_k_index),
                             .d_weights = call.output("d_weights", d_weights)};
-  call.run(args, hopwell::indexer_dense_loss, hopwell::indexer_dense_loss_workspace_bytes);
+  call.run(args, hopwell::indexer_dense_loss);
 }
 
 void normalize_l1_(handle attn, handle out, handle backend, handle stream) {
   Call call("normalize_l1", backend, stream);
   NormalizeL1Args args{.attn = call.input("attn", attn), .out = call.output("out", out)};
-  call.run(args, hopwell::normalize_l1, hopwell::normalize_l1_workspace_bytes);
+  call.run(args, hopwell::normalize_l1);
 }
 
 void check_given(const char* operator_name, const char* argument, handle array) {

@@ -134,8 +134,8 @@ def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> No
 
 
 def test_pages_know_the_refusals_that_tests_have_recorded(generated: ModuleType) -> None:
-    assert "d_qk must be 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
-    assert "d_v must be 512" in generated.other_refusals("sparse_mla_backward")
+    assert "needs d_qk 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
+    assert "needs d_v 512" in generated.other_refusals("sparse_mla_backward")
 
 
 def test_pictures_are_those_of_the_records() -> None:

@@ -276,7 +276,7 @@ void launch(const Problem& p, Stream /*stream*/) {
       });
 }
 
-const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};
+const runtime::Registration cpu_backend{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer

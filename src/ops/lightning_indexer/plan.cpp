@@ -31,13 +31,10 @@ ScorePlan plan_score(const Problem& p, std::int64_t queries, std::int64_t keys_p
 
 }  // namespace
 
-std::int64_t queries_at_a_time(const Problem& p) {
+Plan plan_of(const Problem& p) {
   constexpr std::int64_t kFloats = 1 << 24, kLeast = 32;  // 64 MiB of scores
-  return std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));
-}
-
-std::size_t workspace_bytes(const Problem& p) {
-  return p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(queries_at_a_time(p) * p.s_kv);
+  const std::int64_t together = std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));
+  return {together, p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(together * p.s_kv)};
 }
 
 ScorePlan plan_mma_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta) {
