@@ -87,7 +87,7 @@ SCHEDULES ?= 10
 nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
-	@for target in sm80 sm90 sm100; do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
+	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
 	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python

@@ -17,7 +17,8 @@ from pieces import rst, table
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "hopwell"
 MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
-BACKENDS = ("cpu", "sm80", "sm90", "sm100")
+TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.cmake").read_text())
+BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
 
 # ---- lists from the sources ----------------------------------------------------------------------------------------
