@@ -148,6 +148,7 @@ lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 	@git ls-files -- ':!*.json' ':!*.svg' | xargs .venv/bin/codespell
+	@$(PYTHON) scripts/plain.py
 	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet
 
 clean:
