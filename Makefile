@@ -1,5 +1,6 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
+# make quick    after a small change: a part of the tests, under two minutes
 # make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; then
 #               the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated
 #               backends, an hour on a GPU if there is one
@@ -28,7 +29,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build compile library bench bench-check docs hooks format lint clean
+.PHONY: demo test quick setup packages environment build compile library bench bench-check docs hooks format lint clean
 .PHONY: wheel test-wheel test-wheel-torch test-sdist release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
@@ -61,6 +62,16 @@ demo:
 
 test: test-cpp test-python test-install test-asan test-tsan
 	@echo "All tests passed."
+
+# After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
+# points, and the linters that take seconds. It leaves out the long cases, Python, and nvcc.
+QUICK := -*OperatorCase*:*OutOfMemory*:*SameBits*:Large*:*Interrupt*:*Fork*
+quick: setup
+	@cmake --preset cpu --log-level=WARNING >/dev/null
+	@cmake --build --preset cpu --parallel $(JOBS) --target hopwell_cli hopwell_tests
+	@build/cpu/tests/hopwell_tests --gtest_brief=1 --gtest_filter='$(QUICK)'
+	@build/cpu/hopwell check --quick
+	@.venv/bin/ruff check --quiet . && $(PYTHON) scripts/plain.py
 
 test-cpp: build
 	@ctest --preset $(PRESET)
