@@ -5,6 +5,9 @@
 # clang must not merge accesses to neighbouring elements. -O2 makes kernels no faster, because most of their time is spent in
 # the hooks, and compiles half as long again.
 set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g1 -O1 -Wno-psabi)
+if(CMAKE_BUILD_TYPE STREQUAL Debug)  # gdb shows a kernel's local variables
+  set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g3 -O0 -Wno-psabi)
+endif()
 if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   list(APPEND HOPWELL_KERNEL_OPTIONS -fno-vectorize -fno-slp-vectorize)
 endif()

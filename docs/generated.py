@@ -23,7 +23,8 @@ from declare import Operator  # noqa: E402
 
 PACKAGE = ROOT / "python" / "hopwell"
 MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
-BACKENDS = ("cpu", "sm80", "sm90", "sm100")
+TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.cmake").read_text())
+BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
 
 # ---- lists from the sources ----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // hopwell: shows the installation (info), tests correctness (check), measures speed (bench), shows a kernel's run
-// (emulate). `completion` and `man` describe the command line. The program name `hopwell-emulate` means `hopwell
-// emulate`.
+// (emulate). The program name `hopwell-emulate` means `hopwell emulate`.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -12,7 +11,6 @@
 
 #include "cases/case.hpp"
 #include "commands.hpp"
-#include "describe.hpp"
 #include "table.hpp"
 
 namespace {
@@ -147,13 +145,6 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
   return command;
 }
 
-CLI::App* add_completion(CLI::App& app, std::string& shell) {
-  auto* command =
-      app.add_subcommand("completion", "a script that completes command lines, for source or the shell's own folder");
-  command->add_option("SHELL", shell, "bash, zsh or fish")->required()->check(CLI::IsMember(shells()));
-  return command;
-}
-
 int run(std::vector<std::string> words) {
   CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it.",
                "hopwell"};
@@ -162,13 +153,10 @@ int run(std::vector<std::string> words) {
   CheckOptions check_options;
   BenchOptions bench_options;
   EmulateOptions emulate_options;
-  std::string shell;
   app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
   const auto* check_command = add_check(app, check_options);
   const auto* bench_command = add_bench(app, bench_options);
   const auto* emulate_command = add_emulate(app, emulate_options);
-  const auto* completion_command = add_completion(app, shell);
-  const auto* manual_command = app.add_subcommand("man", "the manual page, for man -l - or share/man");
 
   try {
     app.parse(words);
@@ -181,14 +169,6 @@ int run(std::vector<std::string> words) {
   if (check_command->parsed()) return check(check_options);
   if (bench_command->parsed()) return bench(bench_options);
   if (emulate_command->parsed()) return emulate(emulate_options);
-  if (completion_command->parsed()) {
-    std::fputs(completion(app, shell).c_str(), stdout);
-    return 0;
-  }
-  if (manual_command->parsed()) {
-    std::fputs(manual_page(app, hopwell::version(), today()).c_str(), stdout);
-    return 0;
-  }
   return info();
 }
 

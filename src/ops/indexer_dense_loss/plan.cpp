@@ -3,11 +3,12 @@
 #include <algorithm>
 
 #include "runtime/workspace.hpp"
+#include "tile/ceil_div.hpp"
 
 namespace hopwell::ops::indexer_dense_loss {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 
 View rows_at(void* data, DType dtype, std::int64_t rows, std::int64_t columns) {
   View view;

@@ -2,12 +2,14 @@
 
 #include <bit>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::lightning_indexer {
 namespace {
 
 constexpr std::int64_t kTileRows = 64;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 int to_int(std::int64_t x) { return static_cast<int>(x); }
 
 // `groups_per_slice`(key blocks, groups, tiles per group) chooses the length of a slice.

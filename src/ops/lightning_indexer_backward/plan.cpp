@@ -2,10 +2,12 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::lightning_indexer_backward {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 
 void lay_out(Plan& plan, const PassProblem& p) {
   Workspace& w = plan.workspace;
