@@ -1,4 +1,4 @@
-# The CUDA backends. A kernel file is named after the architecture that it is compiled for. sm_90a code runs on that chip only,
+# The CUDA backends. A kernel file, or its folder, is named after the architecture that it is compiled for. sm_90a code runs on that chip only,
 # sm_100f code on B200, GB200 and B300 (compute capability 10.x). An older compiler has only sm_100a, which does not run on B300.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
@@ -18,7 +18,7 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
 endif()
 foreach(backend sm80 sm90 sm100)
   set(kernels ${HOPWELL_KERNELS})
-  list(FILTER kernels INCLUDE REGEX "/${backend}[.]cu$")
+  list(FILTER kernels INCLUDE REGEX "/${backend}(/[^/]*)?[.]cu$")
   if(NOT kernels)
     continue()
   endif()

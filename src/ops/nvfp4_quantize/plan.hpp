@@ -56,6 +56,13 @@ inline bool takes_one_pass(const QuantizeProblem& p) {
          p.rows * p.k / Config::kItemNumbers <= std::int64_t{Config::kItems} * Config::kWarps * p.device.sms;
 }
 
+struct QuantizePlan {
+  bool amax = false;      // a kernel finds the largest |x| first
+  bool pairs = false;     // a thread quantizes two blocks at a time
+  bool one_pass = false;  // one kernel finds the largest |x| and quantizes
+  std::size_t workspace_bytes = 0;
+};
+
 // Every warp of a kernel that takes pairs in one pass has an item.
 static_assert(QuantizeConfig::kPairGrid * QuantizeConfig::kThreads / 32 >= OnePassConfig::kWarps);
 

@@ -25,6 +25,7 @@
 #include "ops/paged_attention/gpu/merge.hpp"
 #include "ops/paged_attention/gpu/prefetch.hpp"
 #include "ops/paged_attention/plan.hpp"
+#include "ops/paged_attention/tiles/dispatch.hpp"
 #include "ops/paged_attention/tiles/warp_tile.hpp"
 #include "tile/gpu/dependency.hpp"
 
@@ -237,5 +238,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) cluster_kernel(const __grid_co
   send_sums<Tile>(p, work, s, tile.pitch());
   store_slice<Tile>(p, work, s);
 }
+
+template <class Tile>
+struct KernelOf<ClusterParams, Tile> {
+  static constexpr TileKernel<ClusterParams> value{cluster_kernel<Tile>, kClusterBytes<Tile>, Tile::kKeysOfLookup};
+};
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET
