@@ -81,7 +81,7 @@ void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
                                     .steps = static_cast<int>(steps),
                                     .factor = p.factor};
   runtime::launch(
-      p.op, block_scaled_kernel<kColumns, T>,
+      p.op, nvfp4_matmul_block_scaled<kColumns, T>,
       {.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, Config::kTileRows) * ctas),
                 static_cast<std::uint32_t>(ceil_div(p.columns, kColumns)), static_cast<std::uint32_t>(p.batches)},
        .threads = Config::kThreads,

@@ -14,7 +14,7 @@ using namespace HOPWELL_TARGET;
 constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 
 int clusters_that_fit(int cluster, const runtime::Device& device) {
-  return runtime::clusters_that_fit<few_columns_kernel<8, bf16>>(
+  return runtime::clusters_that_fit<nvfp4_linear_few_columns<8, bf16>>(
       device, whole_multiprocessors(cluster, 32 * FewColumnsConfig<8>::kMaxWarps, device.shared_bytes));
 }
 
@@ -30,7 +30,7 @@ void launch_general(const char* name, const Plan& plan, const ProblemShape& shap
   p.rows = shape.rows, p.blocks = shape.k / kCodesPerBlock, p.columns = static_cast<int>(shape.columns);
   p.lanes_per_row = plan.lanes_per_row;
   const arch::LaunchShape grid = launch_shape(plan, GeneralConfig::kThreads, device, plan.column_tiles, shape.batches);
-  runtime::launch(name, general_kernel<X, T>, grid, stream, p);
+  runtime::launch(name, nvfp4_linear_general<X, T>, grid, stream, p);
 }
 
 template <int kColumns, class T>
@@ -52,7 +52,7 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                    .round_tiles = plan.round_tiles,
                                    .exchange_offset = static_cast<int>(plan.exchange_offset),
                                    .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, few_columns_kernel<kColumns, T>,
+  runtime::launch(p.op, nvfp4_linear_few_columns<kColumns, T>,
                   launch_shape(plan, 32 * plan.warps, p.device, 1, plan.column_tiles), stream, params);
 }
 

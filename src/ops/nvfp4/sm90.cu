@@ -16,7 +16,7 @@ using namespace HOPWELL_TARGET;
 int clusters_that_fit(int cluster, const runtime::Device& device) {
   using Config = FewColumnsWgmmaConfig<16>;
   constexpr auto kSharedBytes = static_cast<std::size_t>(Config::shared_bytes(Config::kWarps, 1, 1));
-  return runtime::clusters_that_fit<few_columns_wgmma_kernel<16, bf16>>(
+  return runtime::clusters_that_fit<nvfp4_linear_few_columns_wgmma<16, bf16>>(
       device, whole_multiprocessors(cluster, Config::kThreads, kSharedBytes));
 }
 
@@ -44,8 +44,8 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                         .row_groups = plan.row_groups,
                                         .splits = plan.splits,
                                         .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, few_columns_wgmma_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
-                  params);
+  runtime::launch(p.op, nvfp4_linear_few_columns_wgmma<kColumns, T>, launch_shape(plan, Config::kThreads, p.device),
+                  stream, params);
 }
 
 // ---- many columns --------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ template <int kColumns, class T>
 void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int stages, void* arranged, Stream stream) {
   constexpr std::int64_t kThreads = ManyColumnsConfig::kArrangeThreads;
   const std::int64_t threads = std::int64_t{plan.column_tiles} * stages * 4 * kColumns;
-  runtime::launch(p.op, arrange_kernel<kColumns, T>,
+  runtime::launch(p.op, nvfp4_linear_arrange_x<kColumns, T>,
                   {.grid = {static_cast<std::uint32_t>(tile::ceil_div(threads, kThreads))},
                    .threads = kThreads,
                    .programmatic_dependency = p.device.has_dependent_launches()},
@@ -89,7 +89,7 @@ void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, v
                                  .splits = plan.splits,
                                  .cluster = plan.cluster,
                                  .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, many_columns_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
+  runtime::launch(p.op, nvfp4_linear_many_columns<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
                   params, result_of<T>(p));
 }
 

@@ -11,7 +11,7 @@ namespace hopwell::ops::nvfp4_quantize {
 
 struct QuantizeConfig {
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
-  static constexpr int kMaxPartials = 1024;  // CTAs of amax_kernel
+  static constexpr int kMaxPartials = 1024;  // CTAs of nvfp4_quantize_amax
   static constexpr int kPairGrid = 5;        // CTAs a multiprocessor, of two blocks a thread
 };
 

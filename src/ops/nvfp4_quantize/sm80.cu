@@ -34,17 +34,17 @@ runtime::PlanOr<QuantizePlan> plan_quantize(const QuantizeProblem& p) {
 template <class T>
 void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
   const bool few = params.blocks.are_few();
-  runtime::launch("nvfp4_quantize", few ? amax_kernel<T, std::uint32_t> : amax_kernel<T, std::int64_t>, shape, stream,
-                  params);
+  runtime::launch("nvfp4_quantize", few ? nvfp4_quantize_amax<T, std::uint32_t> : nvfp4_quantize_amax<T, std::int64_t>,
+                  shape, stream, params);
 }
 
 template <bool kByThresholds, class T>
 void launch_blocks(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
   const bool few = params.items.are_few();
-  runtime::launch(
-      "nvfp4_quantize",
-      few ? quantize_kernel<T, kByThresholds, 1, std::uint32_t> : quantize_kernel<T, kByThresholds, 1, std::int64_t>,
-      shape, stream, params);
+  runtime::launch("nvfp4_quantize",
+                  few ? nvfp4_quantize_blocks<T, kByThresholds, 1, std::uint32_t>
+                      : nvfp4_quantize_blocks<T, kByThresholds, 1, std::int64_t>,
+                  shape, stream, params);
 }
 
 template <class T>
@@ -58,7 +58,7 @@ void launch_one_pass(const QuantizeProblem& p, void* workspace, Stream stream, c
       .items = static_cast<std::uint32_t>(p.rows * p.k / OnePassConfig::kItemNumbers),
       .exchange = {.words = static_cast<std::uint32_t*>(workspace), .tag = runtime::new_launch_tag()}};
   const auto ctas = static_cast<std::uint32_t>(p.device.sms);
-  runtime::launch("nvfp4_quantize", one_pass_kernel<T>,
+  runtime::launch("nvfp4_quantize", nvfp4_quantize_one_pass<T>,
                   {.grid = {ctas},
                    .threads = OnePassConfig::kThreads,
                    .cluster = HOPWELL_ON_DEVICE ? 1 : ctas,  // of which the emulator runs all CTAs at the same time
@@ -100,7 +100,8 @@ void launch_quantize(const QuantizeProblem& p, const QuantizePlan& plan, void* w
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
       if (pairs)
-        return runtime::launch("nvfp4_quantize", quantize_kernel<T, true, 2, std::uint32_t>, shape, stream, params);
+        return runtime::launch("nvfp4_quantize", nvfp4_quantize_blocks<T, true, 2, std::uint32_t>, shape, stream,
+                               params);
       if (amax) return launch_blocks<true>(shape, stream, params);
     }
     launch_blocks<false>(shape, stream, params);

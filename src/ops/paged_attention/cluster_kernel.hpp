@@ -218,7 +218,7 @@ HOPWELL_DEVICE void store_slice(const ClusterParams& p, const ClusterWork& work,
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kMaxThreads, 1) cluster_kernel(const __grid_constant__ ClusterParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_cluster(const __grid_constant__ ClusterParams p) {
   static_assert(WarpTile<Tile>);
   auto& s = arch::dynamic_smem<ClusterStorage<Tile>>();
   const ClusterWork work(p);
@@ -241,7 +241,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) cluster_kernel(const __grid_co
 
 template <class Tile>
 struct KernelOf<ClusterParams, Tile> {
-  static constexpr TileKernel<ClusterParams> value{cluster_kernel<Tile>, kClusterBytes<Tile>, Tile::kKeysOfLookup};
+  static constexpr TileKernel<ClusterParams> value{paged_attention_cluster<Tile>, kClusterBytes<Tile>,
+                                                   Tile::kKeysOfLookup};
 };
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -208,7 +208,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_split(const __grid_constant__ Params p) {
   static_assert(WarpTile<Tile>);
   auto& s = arch::dynamic_smem<SplitStorage<Tile>>();
   const int warp = arch::warp_index();
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_cons
 
 template <class Tile>
 struct KernelOf<Params, Tile> {
-  static constexpr TileKernel<Params> value{split_kernel<Tile>, kSplitBytes<Tile>, Tile::kKeysOfLookup};
+  static constexpr TileKernel<Params> value{paged_attention_split<Tile>, kSplitBytes<Tile>, Tile::kKeysOfLookup};
 };
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -16,10 +16,10 @@ template TileKernel<ClusterParams> cuda_core_kernel<ClusterParams, bf16>(const P
 // room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
 int clusters_that_fit(int size, const runtime::Device& device) {
   using Tile = KeyMajorTile<bf16, 1, 8, false>;
-  return runtime::clusters_that_fit<cluster_kernel<Tile>>(device,
-                                                          {.threads = kMaxThreads,
-                                                           .cluster = static_cast<std::uint32_t>(size),
-                                                           .shared_bytes = kClusterBytes<Tile>.with(kMaxWarps)});
+  return runtime::clusters_that_fit<paged_attention_cluster<Tile>>(
+      device, {.threads = kMaxThreads,
+               .cluster = static_cast<std::uint32_t>(size),
+               .shared_bytes = kClusterBytes<Tile>.with(kMaxWarps)});
 }
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET
