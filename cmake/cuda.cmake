@@ -1,4 +1,4 @@
-# The CUDA backends. A kernel file is named after the target that it is compiled for.
+# The CUDA backends. A kernel file, or its folder, is named after the target that it is compiled for.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_STANDARD 20)
@@ -9,7 +9,7 @@ endif()
 include(${CMAKE_CURRENT_LIST_DIR}/targets.cmake)
 foreach(backend IN LISTS HOPWELL_TARGETS)
   set(kernels ${HOPWELL_KERNELS})
-  list(FILTER kernels INCLUDE REGEX "/${backend}[.]cu$")
+  list(FILTER kernels INCLUDE REGEX "/${backend}(/[^/]*)?[.]cu$")
   if(NOT kernels)
     continue()
   endif()

@@ -98,7 +98,7 @@ Backend<Problem>::Backend(const char* its_name) : name(its_name) {
 }
 
 // `plan` and `launch` of a backend. The two functions share the type of the plan.
-template <class Problem, class Plan = struct SeparateFunctions>
+template <class Problem, class Plan>
 class Registration final : public Backend<Problem> {
  public:
   using PlanFunction = PlanOr<Plan> (*)(const Problem& problem);
@@ -157,39 +157,6 @@ Registration(const char*, PlanOr<NoPlan> (*)(const Problem&), void (*)(const Pro
 template <class Problem, class Plan>
 Registration(const char*, PlanOr<Plan> (*)(const Problem&), void (*)(const Problem&, const Plan&, void*, Stream))
     -> Registration<Problem, Plan>;
-
-// The former interface, with a function each for support, workspace and launch. Its Problem contains `workspace`.
-// paged_attention and the nvfp4 operators use it until they have plans.
-struct Support {
-  bool ok = true;
-  std::string reason;
-  static Support no(std::string why) { return {false, std::move(why)}; }
-};
-template <class Problem>
-struct SeparateBackend {
-  const char* name;
-  Support (*supports)(const Problem& problem) = [](const Problem&) { return Support{}; };
-  std::size_t (*workspace_bytes)(const Problem& problem) = [](const Problem&) -> std::size_t { return 0; };
-  void (*launch)(const Problem& problem, Stream stream);
-};
-template <class Problem>
-class Registration<Problem, SeparateFunctions> final : public Backend<Problem> {
- public:
-  explicit Registration(const SeparateBackend<Problem>& backend) : Backend<Problem>(backend.name), backend_(backend) {}
-  [[nodiscard]] PlanOr<ErasedPlan> plan(const Problem& problem) const override {
-    Support support = backend_.supports(problem);
-    if (!support.ok) return Unsupported{std::move(support.reason)};
-    return ErasedPlan{{}, backend_.workspace_bytes(problem)};
-  }
-  void launch(const Problem& given, const ErasedPlan& plan, void* workspace, Stream stream) const override {
-    Problem problem = given;
-    problem.workspace = workspace, problem.workspace_bytes = plan.workspace_bytes;
-    backend_.launch(problem, stream);
-  }
-
- private:
-  SeparateBackend<Problem> backend_;
-};
 
 // A backend name that the library knows. The table is in order of preference.
 struct KnownBackend {

@@ -41,14 +41,14 @@ class DSA(SparseMLA):
 
     Three ways to run it, the stages of the report:
       "dense"    attention over every visible key, by PyTorch; the indexer rests
-      "warm-up"  attention over every visible key and the indexer's loss over all of them; the rest is kept fixed by
-                 whoever trains
+      "warm-up"  attention over every visible key and the indexer's loss over all of them; the caller keeps the rest
+                 fixed
       "sparse"   attention over the selected keys and the indexer's loss over these
 
     The loss is the mean over tokens (without any, 0) of KL(attention distribution ‖ softmax of the index scores). The
     indexer's input is detached and the target carries no gradient, so the indexer learns from this loss only and
-    nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see
-    which keys were read; None where they all were.
+    nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk]: the keys
+    that were read; None if all were.
     """
 
     def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
