@@ -4,7 +4,7 @@
 The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
 `save_pretrained` writes them. Without --model the program first makes a tiny checkpoint with random weights. It writes
 a folder in the format `nvfp4-pack-quantized` of compressed-tensors. A folder that is in that format already, or in
-ModelOpt's NVFP4, is loaded as it is. Generation is greedy. It begins with token numbers, because there is no tokenizer.
+ModelOpt's NVFP4, is only loaded. Generation is greedy. It begins with token numbers, because there is no tokenizer.
 
 The exit code is 0 only if the claims hold: the layers that were quantised are smaller by the factor of NVFP4, and the
 quantised model computes the same as its dequantised weights.

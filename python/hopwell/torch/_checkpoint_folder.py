@@ -1,4 +1,4 @@
-"""What a folder with an NVFP4 checkpoint says of itself, and its tensors."""
+"""The format and the tensors of a folder with an NVFP4 checkpoint."""
 
 import json
 import re

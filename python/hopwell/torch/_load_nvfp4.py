@@ -33,7 +33,7 @@ def load_nvfp4(
     The folder has config.json with `quantization_config`, or ModelOpt's hf_quant_config.json, and model.safetensors, or
     several files and model.safetensors.index.json. Formats: `nvfp4-pack-quantized` of compressed-tensors, and NVFP4 and
     W4A16_NVFP4 of ModelOpt. Layers that the checkpoint has in 16 bits stay `nn.Linear`. Its scales of an FP8 cache of
-    keys and values (`k_scale`, `v_scale`) are left out. If this raises, the model is as before.
+    keys and values (`k_scale`, `v_scale`) are left out. If this raises, the model is unchanged.
 
     Args:
         model: its tensors have the checkpoint's names. If any is on the meta device, all become the checkpoint's
@@ -83,7 +83,7 @@ def _parts(names: Mapping[str, set[str]], name: str, fused: Mapping[str, Sequenc
 
 
 def _put_together(tensors: dict[str, Tensor], name: str, parts: list[str], names: Mapping[str, set[str]]) -> None:
-    """Replaces the tensors of several layers in 16 bits by those of one layer with the rows of all."""
+    """Replaces several layers in 16 bits by one layer with the rows of all."""
     for last in names.get(parts[0], ()):
         for part in parts:
             require(key(part, last) in tensors, _NAME, key(part, last), f"in the checkpoint as {parts[0]}'s is", "none")
@@ -93,7 +93,7 @@ def _put_together(tensors: dict[str, Tensor], name: str, parts: list[str], names
 def _require_nvfp4(
     tensors: Mapping[str, Tensor], parts: list[str], quantized: str, scheme: Scheme, quantize_input: bool
 ) -> None:
-    """The layers `parts`, of which `quantized` is NVFP4, must all be, and the folder's configuration must agree."""
+    """Requires that all `parts` are NVFP4, as the layer `quantized` is, and that the folder's configuration agrees."""
     for part in parts:
         convention = convention_of(tensors, part)
         require(convention is not None, _NAME, part, f"NVFP4 as {quantized} is, with which it is one layer", "16 bits")

@@ -1,6 +1,6 @@
 """One layer of an NVFP4 checkpoint: the names of its tensors by convention, and their checks.
 
-Names and meaning are those of compressed-tensors (`compressors/nvfp4`, `quantization/utils/helpers.py`) and of ModelOpt
+Names and meaning are from compressed-tensors (`compressors/nvfp4`, `quantization/utils/helpers.py`) and from ModelOpt
 (`torch/export/unified_export_hf.py`, `qtensor/nvfp4_tensor.py`). Both put element 2i in the low half of byte i.
 """
 
