@@ -7,6 +7,7 @@
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
+# make hf-kernel  dist/hf-kernel: the operators in the layout of Hugging Face's kernels package, for the PyTorch in .venv (docs/packages.md)
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -30,7 +31,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
 .PHONY: demo test quick setup packages environment build compile library bench bench-check docs hooks format lint clean
-.PHONY: wheel test-wheel test-wheel-torch test-sdist release
+.PHONY: hf-kernel wheel test-wheel test-wheel-torch test-sdist release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -127,6 +128,9 @@ test-sdist: wheel
 
 release: test-wheel test-sdist
 	@scripts/release.sh
+
+hf-kernel: build
+	@rm -rf dist/hf-kernel && $(PYTHON) scripts/hf_kernel.py dist/hf-kernel
 
 bench: build
 	@$(PYTHON) benchmarks/cpu.py

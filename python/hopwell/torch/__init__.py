@@ -4,6 +4,7 @@
 """
 
 from hopwell.torch import nn
+from hopwell.torch._load_nvfp4 import load_nvfp4
 from hopwell.torch._packing import compressed_lengths, key_ranges
 from hopwell.torch.ops import (
     attention_distribution,
@@ -38,6 +39,7 @@ __all__ = [
     "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "load_nvfp4",
     "nn",
     "normalize_l1",
     "nvfp4_dequantize",
