@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def kv_compress(s: int = 8192, d: int = 512, ratio: int = 4, overlap: int = 1) -
     size = 2 * (2 * s * w + s // ratio * d)
     copies = cold_copies(size)
     kv, gate, bias = randn(copies, s, w), randn(copies, s, w), torch.randn(ratio, w, device=DEVICE)
-    options = {"position_bias": bias, "overlap": bool(overlap)}
+    options: dict[str, Any] = {"position_bias": bias, "overlap": bool(overlap)}
 
     def pytorch() -> Call:
         return lambda i: [_pooled(kv[i], gate[i], bias, ratio, bool(overlap))]
@@ -57,12 +59,12 @@ def kv_compress_backward(s: int = 8192, d: int = 512, ratio: int = 4, overlap: i
     copies = cold_copies(size)
     kv, gate, bias = randn(copies, s, w), randn(copies, s, w), torch.randn(ratio, w, device=DEVICE)
     d_out = randn(copies, s // ratio, d)
-    options = {"position_bias": bias, "overlap": bool(overlap)}
+    options: dict[str, Any] = {"position_bias": bias, "overlap": bool(overlap)}
 
     def pytorch() -> Call:
         def forward_and_backward(i: int) -> list[Tensor]:
             leaves = [x.detach().requires_grad_() for x in (kv[i], gate[i], bias)]
-            out = _pooled(*leaves, ratio, bool(overlap))  # type: ignore[arg-type]
+            out = _pooled(leaves[0], leaves[1], leaves[2], ratio, bool(overlap))
             return list(torch.autograd.grad(out, leaves, d_out[i]))
 
         return forward_and_backward
