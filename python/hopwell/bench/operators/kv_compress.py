@@ -13,9 +13,13 @@ from ..problem import Call, Problem, first, randn, torch_peer
 from ..scale import DEVICE, cold_copies
 
 
-def _windows(x: Tensor, ratio: int, fill: float) -> Tensor:
+def _blocks(x: Tensor, ratio: int) -> Tensor:
+    """[blocks, ratio, w], without the tokens of no whole block."""
+    return x[: len(x) // ratio * ratio].reshape(-1, ratio, x.shape[1])
+
+
+def _windows(blocks: Tensor, fill: float) -> Tensor:
     """[blocks, 2·ratio, d]: the previous block's first half of the columns, then the block's own second half."""
-    blocks = x[: len(x) // ratio * ratio].unflatten(0, (-1, ratio))
     before, own = blocks.chunk(2, dim=-1)
     missing = torch.full_like(before[:1], fill)
     return torch.cat([torch.cat([missing, before[:-1]]), own], dim=1)
@@ -23,13 +27,10 @@ def _windows(x: Tensor, ratio: int, fill: float) -> Tensor:
 
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor, ratio: int, overlap: bool) -> Tensor:
     """In float32 until the end."""
-    values, logits = kv.float(), gate.float()[: len(kv) // ratio * ratio].unflatten(0, (-1, ratio)) + bias
+    values, logits = _blocks(kv.float(), ratio), _blocks(gate.float(), ratio) + bias
     if overlap:
-        windows = _windows(values, ratio, 0.0)
-        logits = _windows(logits.flatten(0, 1), ratio, -torch.inf)
-    else:
-        windows = values[: len(kv) // ratio * ratio].unflatten(0, (-1, ratio))
-    return (logits.softmax(1) * windows).sum(1).to(kv.dtype)
+        values, logits = _windows(values, 0.0), _windows(logits, -torch.inf)
+    return torch.sum(logits.softmax(1) * values, 1).to(kv.dtype)
 
 
 def kv_compress(s: int = 8192, d: int = 512, ratio: int = 4, overlap: int = 1) -> Problem:
