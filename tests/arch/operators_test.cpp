@@ -381,7 +381,7 @@ const Subject kSubjects[] = {
      {"group_key_h_q_8_h_kv_2_bf16", "bias_hides_keys_from_some_nhd_bf16", "bias_hides_keys_from_some_vllm_bf16"},
      4,
      6,
-     "paged_attention_cluster"},
+     "cluster_kernel"},
     {"nvfp4_linear",
      "emu:sm80",
      cases::nvfp4_linear,
