@@ -74,7 +74,8 @@ Column pool(const Pooling& p, const Arrays& a, const std::vector<Entry>& window,
   for (const Entry& e : window) {
     const std::int64_t at = e.offset + c;
     double gate = a.gate->get(e.token * p.width() + at);
-    if (p.bias) gate += a.bias->get(e.place * p.width() + at);
+    // Gates are fp32 numbers: of large ones the rounding of the sum is seen.
+    if (p.bias) gate = static_cast<float>(gate + a.bias->get(e.place * p.width() + at));
     gates.push_back(gate);
     if (gate > most || std::isnan(gate)) most = gate;
   }
