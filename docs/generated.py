@@ -20,6 +20,21 @@ MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 BACKENDS = ("cpu", "sm80", "sm90", "sm100")
 
 
+FAMILIES = {
+    "Sparse attention": ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution", "normalize_l1"),
+    "Lightning indexer": ("lightning_indexer", "lightning_indexer_backward", "indexer_dense_loss"),
+    "Decode from a paged cache": ("paged_attention",),
+    "4-bit weights (NVFP4)": (
+        "nvfp4_linear",
+        "nvfp4_linear_backward",
+        "nvfp4_gemv",
+        "nvfp4_matmul",
+        "nvfp4_quantize",
+        "nvfp4_dequantize",
+    ),
+}
+
+
 # ---- lists from the sources ----------------------------------------------------------------------------------------
 
 
@@ -111,6 +126,17 @@ def operator_list() -> str:
     return table(["operator", "what it computes"], rows)
 
 
+def families(folder: str = "") -> str:
+    """Operators by family: page, first line of the docstring, chips; and the pages in the site's contents."""
+    first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
+    text = ""
+    for family, names in FAMILIES.items():
+        rows = [[f"[`{name}`]({folder}{name}.md)", first[name], *readme_chips()[name]] for name in names]
+        text += f"## {family}\n\n{table(['operator', 'what it computes', *BACKENDS], rows)}\n"
+        text += contents(" ".join(names)) + "\n"
+    return text
+
+
 def compat() -> str:
     return "\n".join(
         f"## hopwell.compat.{name}\n\n" + rst(f".. automodule:: hopwell.compat.{name}\n   :members:\n")
@@ -200,6 +226,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         docstring,
         module,
         operator_list,
+        families,
         formula,
         command,
         compat,
