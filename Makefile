@@ -127,12 +127,10 @@ bench-check: build
 
 # Of the library nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. The tutorial's kernels are,
 # with the emulator, for a minute the first time: a page shows what they do. Any warning is an error.
-# The second run writes every page as Markdown, and llms.txt, from what the first one has read.
 docs: environment
 	@scripts/setup.sh packages doxygen
 	@scripts/setup.sh documents
 	@$(PYTHON) -m sphinx -b html -E -W --keep-going -j auto docs build/docs/html
-	@$(PYTHON) -m sphinx -q -b markdown -d build/docs/html/.doctrees docs build/docs/html
 	@echo "open build/docs/html/index.html"
 
 test-docs: docs

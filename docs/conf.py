@@ -30,7 +30,6 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
-    "sphinx_markdown_builder",
 ]
 source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence"]
@@ -67,10 +66,8 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 def make_inputs(app: object) -> None:
     """Runs Doxygen and the tutorial's kernel, draws the pictures and makes the notebook, before Sphinx reads the
-    pages. The second builder writes Markdown from the pages that the first one has read.
+    pages.
     """
-    if app.builder.name == "markdown":
-        return
     (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
     subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
     plots.draw_all(HERE / "_generated")
@@ -78,9 +75,16 @@ def make_inputs(app: object) -> None:
     notebook.convert(ROOT / "examples" / "swap_one_import.py", HERE / "_generated" / "swap_one_import.ipynb")
 
 
+def write_markdown(app: object, docname: str, source: list[str]) -> None:
+    """Writes a page's Markdown beside its HTML, with the docstrings of the functions that it describes."""
+    page = Path(app.outdir) / f"{docname}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(generated.with_docstrings(source[0]))
+
+
 def list_pages(app: object, error: Exception | None) -> None:
     """Writes llms.txt: a line for the Markdown of each page."""
-    if app.builder.name == "markdown" and error is None:
+    if error is None:
         lines = [f"- [{app.env.titles[page].astext()}]({page}.md)" for page in sorted(app.env.found_docs)]
         text = f"# Hopwell {release}\n\n> {SUMMARY}\n\n## Pages\n\n" + "\n".join(lines) + "\n"
         (Path(app.outdir) / "llms.txt").write_text(text)
@@ -91,4 +95,5 @@ def setup(app: object) -> None:
     app.connect("builder-inited", make_inputs)
     app.connect("build-finished", list_pages)
     app.connect("source-read", generated.fill)
+    app.connect("source-read", write_markdown, priority=900)
     app.connect("autodoc-process-docstring", generated.formulas_are_literal, priority=100)

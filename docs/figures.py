@@ -67,7 +67,10 @@ def summary(operator: str) -> str:
         text += f" ({len(values)} shapes).\n" if len(values) > 1 else " (one shape).\n"
     installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
     text += f"\nWith {', '.join(installed)}, on {records.provenance(record)}. "
-    return text + f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n{picture(operator)}"
+    return (
+        text
+        + f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n{picture(operator)}"
+    )
 
 
 # ---- comparisons with other packages -------------------------------------------------------------------------------

@@ -248,6 +248,16 @@ def fill(app: object, docname: str, source: list[str]) -> None:
     source[0] = MARKER.sub(lambda found: GENERATORS[found[1]](*([found[2]] if found[2] else [])), source[0])
 
 
+def with_docstrings(page: str) -> str:
+    """Replaces the directives for functions of a page by their docstrings, for readers of its Markdown."""
+    known = docstrings()
+
+    def text(found: re.Match[str]) -> str:
+        return f"**{found[1]}**\n\n```text\n{known[found[1]]}\n```" if found[1] in known else found[0]
+
+    return re.sub(r"```\{eval-rst\}\n\.\. autofunction:: hopwell\.(\w+)\n```", text, page)
+
+
 def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Applies our docstring format: indented blocks of the text are formulas or code, and Returns is prose."""
     result: list[str] = []

@@ -164,7 +164,9 @@ def run(options: argparse.Namespace, console: Console) -> bool:
         f"{parameters:,} parameters, context {size.context}, topk {size.topk}, on {device}; "
         f"the bigram model's loss is {bigram:.3f} nats a token"
     )
-    reporter.say(f"{sum(settings.lengths().values()):,} steps in four stages; each line has the remaining time. {TIMES}")
+    reporter.say(
+        f"{sum(settings.lengths().values()):,} steps in four stages; each line has the remaining time. {TIMES}"
+    )
     trainer.run(folder / "checkpoint.pt", reporter)
     trainer.leave()
     if mine.rank > 0:

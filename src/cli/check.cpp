@@ -67,7 +67,8 @@ std::string nothing_to_run(const CheckOptions& options, const std::vector<std::s
   return "no case" + (options.cases.empty() ? "" : " '" + options.cases + "'") +
          (options.operators.empty() ? "" : " of " + joined(options.operators)) +
          (options.backend.empty() ? "" : " runs on " + options.backend) +
-         (names.empty() ? "" : "; nearest of " + std::to_string(names.size()) + " cases: " + nearest(names, options.cases));
+         (names.empty() ? ""
+                        : "; nearest of " + std::to_string(names.size()) + " cases: " + nearest(names, options.cases));
 }
 
 // Distinct remarks about runs, in the order of their first occurrence.
@@ -163,7 +164,8 @@ int check(const CheckOptions& options) {
   std::fputs(table.text().c_str(), stdout);
   if (counts) std::printf("%s%s\n", model_table(records).text().c_str(), kModelUnits);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  std::printf("%d passed, %d failed, %d skipped in %.0f s\n", total.passed, total.failed, total.skipped, seconds.count());
+  std::printf("%d passed, %d failed, %d skipped in %.0f s\n", total.passed, total.failed, total.skipped,
+              seconds.count());
   if (!options.json.empty()) {
     write_file(options.json,
                nlohmann::json{{"version", version()}, {"date", today()}, {"results", records}}.dump(1) + "\n");

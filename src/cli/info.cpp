@@ -29,12 +29,9 @@ nlohmann::json build_facts() {
 }
 
 nlohmann::json facts() {
-  nlohmann::json result{{"hopwell", version()},
-                        {"commit", HOPWELL_COMMIT},
-                        {"architectures", HOPWELL_ARCHITECTURES},
-                        {"driver", driver_version()},
-                        {"devices", nlohmann::json::array()},
-                        {"backends", nlohmann::json::array()}};
+  nlohmann::json result{
+      {"hopwell", version()},       {"commit", HOPWELL_COMMIT},           {"architectures", HOPWELL_ARCHITECTURES},
+      {"driver", driver_version()}, {"devices", nlohmann::json::array()}, {"backends", nlohmann::json::array()}};
   result.update(build_facts());
   for (const DeviceInfo& device : cuda_devices())
     result["devices"].push_back({{"name", device.name},

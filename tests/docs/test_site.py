@@ -89,7 +89,9 @@ def test_front_page(server: Server) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
-@pytest.mark.parametrize("page", ["index", "install", "operators/sparse_mla_backward", "performance/sparse_mla_forward"])
+@pytest.mark.parametrize(
+    "page", ["index", "install", "operators/sparse_mla_backward", "performance/sparse_mla_forward"]
+)
 def test_a_page_fits_the_width_of_a_window(server: Server, page: str, width: int) -> None:
     found = re.search(r"takes-(\d+)", server.document(f"frame?{page}.html&{width}"))
     assert found is not None

@@ -103,7 +103,9 @@ def test_every_operator_has_a_family(generated: ModuleType) -> None:
 
 
 def test_performance_pages_begin_with_times_and_how_to_repeat_them(generated: ModuleType) -> None:
-    pages = [page for page in PAGES if page.parent.name == "performance" and "<!-- generated: summary" in page.read_text()]
+    pages = [
+        page for page in PAGES if page.parent.name == "performance" and "<!-- generated: summary" in page.read_text()
+    ]
     assert len(pages) == 7
     for page in pages:
         source = ["\n".join(page.read_text().splitlines()[:4])]
