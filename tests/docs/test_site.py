@@ -35,9 +35,10 @@ class Server:
         answers = self.answers
 
         class Handler(http.server.SimpleHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 if not self.path.startswith("/frame?"):
-                    return super().do_GET()
+                    super().do_GET()
+                    return
                 page, width = self.path.removeprefix("/frame?").split("&")
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html")
