@@ -58,7 +58,7 @@ def summary(operator: str) -> str:
     text += made_by(f"hopwell bench {operator}", [record for _, record in made]) + "\n"
     if not (rows := records.peer_rows(operator)):
         return text
-    name, record = records.peer_record(operator)
+    record = records.peer_record(operator)[1]
     ratios: dict[str, list[float]] = {}
     for row in rows:
         ratios.setdefault(row["peer"], []).append(row["times_as_fast"])
@@ -67,10 +67,8 @@ def summary(operator: str) -> str:
         text += f" ({len(values)} shapes).\n" if len(values) > 1 else " (one shape).\n"
     installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
     text += f"\nWith {', '.join(installed)}, on {records.provenance(record)}. "
-    return (
-        text
-        + f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n{picture(operator)}"
-    )
+    text += f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n"
+    return text + picture(operator)
 
 
 # ---- comparisons with other packages -------------------------------------------------------------------------------

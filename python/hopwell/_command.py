@@ -1,5 +1,6 @@
 """Runs the commands of an installed wheel. The compiled program lies next to the compiled module."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -29,10 +30,8 @@ def info(command: list[str]) -> int:
     if ran.returncode != 0:
         return ran.returncode
     versions = {"python": platform.python_version(), "torch": None, "system": platform.platform()}
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["torch"] = importlib.metadata.version("torch")  # without an import, which takes seconds
-    except importlib.metadata.PackageNotFoundError:
-        pass
     if as_json:
         print(json.dumps(json.loads(ran.stdout) | versions, indent=1))
     else:
