@@ -57,6 +57,7 @@ library: packages
 	@cmake --build --preset $(PRESET) --parallel $(JOBS) --target hopwell
 
 demo:
+	@echo "make demo: set-up and build first, some minutes the first time; then the demo itself, about 4 minutes on two idle cores"
 	@$(MAKE) --no-print-directory --jobs 2 environment library
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo

@@ -202,7 +202,9 @@ class Trainer:
         names = list(lengths)
         if not self.steps:
             self.validate("sparse", "dense")
-        for name in names[names.index(self.stage) :]:
+        left = names[names.index(self.stage) :]
+        reporter.expect(sum(lengths[name] for name in left) - self.step)
+        for name in left:
             if name != self.stage:
                 self.enter(name)
                 self.save(checkpoint)
