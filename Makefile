@@ -1,11 +1,13 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
+# make quick    after a small change: a part of the tests, under two minutes
 # make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; then
 #               the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated
 #               backends, an hour on a GPU if there is one
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
+# make hf-kernel  dist/hf-kernel: the operators in the layout of Hugging Face's kernels package, for the PyTorch in .venv (docs/packages.md)
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -28,8 +30,8 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build compile library bench bench-check docs hooks format lint clean
-.PHONY: wheel test-wheel test-wheel-torch test-sdist release
+.PHONY: demo test quick setup packages environment build compile library bench bench-check docs hooks format lint clean
+.PHONY: hf-kernel wheel test-wheel test-wheel-torch test-sdist release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -55,12 +57,23 @@ library: packages
 	@cmake --build --preset $(PRESET) --parallel $(JOBS) --target hopwell
 
 demo:
+	@echo "make demo: set-up and build first, some minutes the first time; then the demo itself, about 4 minutes on two idle cores"
 	@$(MAKE) --no-print-directory --jobs 2 environment library
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
 test: test-cpp test-python test-install test-asan test-tsan
 	@echo "All tests passed."
+
+# After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
+# points, and the linters that take seconds. It leaves out the long cases, Python, and nvcc.
+QUICK := -*OperatorCase*:*OutOfMemory*:*SameBits*:Large*:*Interrupt*:*Fork*
+quick: setup
+	@cmake --preset cpu --log-level=WARNING >/dev/null
+	@cmake --build --preset cpu --parallel $(JOBS) --target hopwell_cli hopwell_tests
+	@build/cpu/tests/hopwell_tests --gtest_brief=1 --gtest_filter='$(QUICK)'
+	@build/cpu/hopwell check --quick
+	@.venv/bin/ruff check --quiet . && $(PYTHON) scripts/plain.py
 
 test-cpp: build
 	@ctest --preset $(PRESET)
@@ -87,7 +100,7 @@ SCHEDULES ?= 10
 nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
-	@for target in sm80 sm90 sm100; do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
+	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
 	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
@@ -116,6 +129,9 @@ test-sdist: wheel
 
 release: test-wheel test-sdist
 	@scripts/release.sh
+
+hf-kernel: build
+	@rm -rf dist/hf-kernel && $(PYTHON) scripts/hf_kernel.py dist/hf-kernel
 
 bench: build
 	@$(PYTHON) benchmarks/cpu.py
@@ -148,6 +164,7 @@ lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 	@git ls-files -- ':!*.json' ':!*.svg' | xargs .venv/bin/codespell
+	@$(PYTHON) scripts/plain.py
 	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet
 
 clean:

@@ -21,29 +21,29 @@ const std::vector<Refusals>& all_refusals() {
       {"attention_distribution",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
-           {"rows of q and kv must be 16-byte aligned",
+           {"needs d_qk a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
+           {"needs rows of q and kv 16-byte aligned",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided "
             "strided_l1"},
        }},
       {"attention_distribution",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be 576 or 512",
+           {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
             "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
@@ -52,74 +52,76 @@ const std::vector<Refusals>& all_refusals() {
       {"attention_distribution",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
             "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
-           {"d_qk must be 576 or 512",
+           {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
             "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
             "many_queries many_queries_l1 odd_widths odd_widths_l1"},
-           {"rows of q and kv must be 16-byte aligned, in ascending order",
+           {"needs rows of q and kv 16-byte aligned, with positive strides",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
        }},
       {"indexer_dense_loss",
        "sm80",
        {
-           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
        }},
       {"indexer_dense_loss",
        "sm90",
        {
-           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
-           {"attention_distribution: d_qk must be 576 or 512", "d_qk_64"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs d_qk 576 or 512", "d_qk_64"},
        }},
       {"lightning_indexer",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16 or float8_e4m3fn",
+           {"needs bfloat16 or float8_e4m3fn q_index and k_index",
             "documents_fp32 key_ranges_fp32 no_relu_fp32 normal_fp32 odd_shape strided_exact"},
-           {"q_index must have rows of 16-byte pieces",
+           {"needs rows of q_index 16-byte aligned, with positive strides",
             "fp8_odd_shape fp8_strided one_dimension queries_70000 strided"},
        }},
       {"lightning_indexer_backward",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16",
+           {"needs bfloat16 q_index and k_index",
             "any_order_fp32 basic_fp32 d_scores_fp32 key_ranges_fp32 nan_targets_fp32 no_relu_fp32 odd_shape "
             "strided_fp32"},
-           {"q_index and k_index must have rows of whole 16-byte pieces", "any_order_strided one_dimension strided"},
+           {"needs rows of q_index and k_index 16-byte aligned", "any_order_strided one_dimension strided"},
        }},
       {"nvfp4_gemv",
        "sm100",
        {
-           {"rows and batches of a and b must be 16-byte aligned",
+           {"needs rows and batches of a and b 16-byte aligned",
             "all_codes_all_scales_bf16_blocked k_tails nan_scales_blocked rows_129_blocked"},
        }},
       {"nvfp4_linear",
        "sm90",
        {
-           {"rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536",
+           {"needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at "
+            "most 65536",
             "all_codes_all_scales_n_16_fp16 empty_k huge_x_n_12 n_16_strided n_2 n_3_blocked n_70 n_8 "
             "n_8_many_tiles nan_scales_blocked_n_5 non_finite_x_n_7 tiny_x_n_12"},
-           {"n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
+           {"needs n from 2 to 524288, n * N at most 2^38, x of 16 bits",
             "all_codes_all_scales_n_1_bf16 basic cancelling_x empty_n fp32_blocked_bias full_range_fp16 "
             "full_range_fp32 huge_x k_of_21_stages k_of_28_stages k_tail_fp16_bias long_k n_17_fp32 "
             "n_1_many_tiles_blocked n_1_many_tiles_fp16 n_1_slices_end_anywhere nan_scales non_finite_x "
             "one_of_everything outliers_bf16 subnormal_scales tiny_x wide_range_x_bf16 wide_range_x_fp16"},
-           {"for so few rows sm80 is faster", "n_20_pair n_24_few_rows"},
-           {"for so many rows sm80 is faster", "n_8_chunks"},
+           {"slower than sm80 for n <= 32 and N at most 2048", "n_20_pair n_24_few_rows"},
+           {"slower than sm80 for n <= 8 and N above 4096", "n_8_chunks"},
        }},
       {"nvfp4_linear",
        "sm100",
        {
-           {"rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536",
+           {"needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at "
+            "most 65536",
             "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x"},
-           {"n must be 1, x of 16 bits",
+           {"needs n = 1, x of 16 bits",
             "all_codes_all_scales_n_16_fp16 cancelling_x_n_4 empty_k empty_n fp32_blocked_bias full_range_bf16_n_4 "
             "full_range_fp32 full_range_n_8_fp16 huge_x_n_12 huge_x_n_33 huge_x_n_6 long_k_n_9 longer_k_n_10 "
             "n_16_blocked n_16_pair_chunks n_16_strided n_17 n_17_fp32 n_2 n_20_pair n_24_few_rows n_2_pair n_300 "
@@ -127,6 +129,8 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
             "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
        }},
+      {"kv_compress", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
+      {"kv_compress_backward", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
       {"nvfp4_linear_backward",
        "sm80",
        {
@@ -135,26 +139,28 @@ const std::vector<Refusals>& all_refusals() {
       {"nvfp4_matmul",
        "sm90",
        {
-           {"sm80 multiplies a row's codes as they are",
+           {"slower than sm80 for M = 1 or N = 1, which decodes nothing first",
             "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything reciprocal_alpha_m_1"},
-           {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, weight's ascending, those "
-            "of scales 4-byte, K at most 65536",
+           {"as nvfp4_linear with decoded x: needs x and weight rows 16-byte aligned, a non-negative weight stride, "
+            "scale "
+            "rows 4-byte aligned, K at most 65536",
             "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},
-           {"as nvfp4_linear with decoded x: n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
+           {"as nvfp4_linear with decoded x: needs n from 2 to 524288, n * N at most 2^38, x of 16 bits",
             "empty_m empty_n fp32_blocked longer_k longer_k_rows_140_columns_130 subnormal_scales"},
-           {"as nvfp4_linear with decoded x: for so few rows sm80 is faster", "alpha_zero full_range_fp16"},
+           {"as nvfp4_linear with decoded x: slower than sm80 for n <= 32 and N at most 2048",
+            "alpha_zero full_range_fp16"},
        }},
       {"nvfp4_matmul",
        "sm100",
        {
-           {"rows and batches of a and b must be 16-byte aligned",
+           {"needs rows and batches of a and b 16-byte aligned",
             "all_codes_all_scales_blocked k_tail_blocked k_tail_fp16 m_1_k_tail strided_k_tail"},
-           {"K must be 16 to 2^30, M at most 2^28, N at most 2^23", "empty_k"},
+           {"needs K from 16 to 2^30, M at most 2^28, N at most 2^23", "empty_k"},
        }},
       {"paged_attention",
        "sm90",
        {
-           {"too many sequences and heads",
+           {"needs few sequences and heads, so that a cluster for each runs at the same time",
             "batch_of_70_h_kv_1 batch_of_70_h_kv_2 group_fused_h_q_4_h_kv_4_fp16_q_len_3_window "
             "group_fused_h_q_4_h_kv_4_fp16_q_len_3_window_d_200 group_fused_h_q_8_h_kv_2_fp16_q_len_3_window "
             "group_fused_h_q_8_h_kv_2_fp16_q_len_3_window_d_200 group_fused_h_q_9_h_kv_1_fp16_q_len_3_window "
@@ -163,8 +169,9 @@ const std::vector<Refusals>& all_refusals() {
             "infinite_values_q_len_3_vllm_fp32 nhd_bf16_everything nhd_fp32_everything q_len_16 q_len_2 "
             "vllm_bf16_everything vllm_fp32_everything window_1000_hnd window_1000_vllm window_17_hnd "
             "window_17_vllm window_1_hnd window_1_vllm window_4_hnd window_4_vllm window_huge"},
-           {"max_blocks * block must be at most 4096 for so few heads, or float32", "infinite_values_in_many_chunks"},
-           {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1",
+           {"slower than sm80 for max_blocks * block above 4096 with few heads or float32",
+            "infinite_values_in_many_chunks"},
+           {"slower than sm80 for max_blocks * block above 4096 or above 16384 / b, if b > 1",
             "exact_q_of_12_d_120_bf16 exact_q_of_12_d_120_bf16_hnd_window exact_q_of_12_d_120_fp16_infinite "
             "exact_q_of_12_d_128_bf16 exact_q_of_12_d_128_bf16_hnd_window exact_q_of_12_d_128_fp16_infinite "
             "exact_q_of_12_d_136_bf16 exact_q_of_12_d_136_bf16_hnd_window exact_q_of_12_d_136_fp16_infinite "
@@ -219,62 +226,62 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_backward",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm80",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm100",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned, those of kv in ascending order",
+           {"needs d_qk 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs rows of q and kv 16-byte aligned, a positive row stride of kv",
             "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm90",
        {
-           {"q and kv must be bfloat16",
+           {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
-           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
        }},
   };
   return all;

@@ -1,5 +1,4 @@
-# The CUDA backends. A kernel file is named after the architecture that it is compiled for. sm_90a code runs on that chip only,
-# sm_100f code on B200, GB200 and B300 (compute capability 10.x). An older compiler has only sm_100a, which does not run on B300.
+# The CUDA backends. A kernel file, or its folder, is named after the target that it is compiled for.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_STANDARD 20)
@@ -7,18 +6,10 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not kno
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
-set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # 80: also PTX for later chips. Hopper machines may lack a PTX compiler
-if(HOPWELL_EVERY_GPU)  # 8.6 and 8.9 run the code of 8.0; 10.3 runs the code of 10.0
-  set(HOPWELL_ARCHITECTURE_sm80 "80;90-real;100-real;120-real")
-endif()
-set(HOPWELL_ARCHITECTURE_sm90 90a)
-set(HOPWELL_ARCHITECTURE_sm100 100f)
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
-  set(HOPWELL_ARCHITECTURE_sm100 100a)
-endif()
-foreach(backend sm80 sm90 sm100)
+include(${CMAKE_CURRENT_LIST_DIR}/targets.cmake)
+foreach(backend IN LISTS HOPWELL_TARGETS)
   set(kernels ${HOPWELL_KERNELS})
-  list(FILTER kernels INCLUDE REGEX "/${backend}[.]cu$")
+  list(FILTER kernels INCLUDE REGEX "/${backend}(/[^/]*)?[.]cu$")
   if(NOT kernels)
     continue()
   endif()

@@ -5,6 +5,9 @@
 # clang must not merge accesses to neighbouring elements. -O2 makes kernels no faster, because most of their time is spent in
 # the hooks, and compiles half as long again.
 set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g1 -O1 -Wno-psabi)
+if(CMAKE_BUILD_TYPE STREQUAL Debug)  # gdb shows a kernel's local variables
+  set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g3 -O0 -Wno-psabi)
+endif()
 if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   list(APPEND HOPWELL_KERNEL_OPTIONS -fno-vectorize -fno-slp-vectorize)
 endif()
@@ -13,6 +16,7 @@ set(HOPWELL_KERNEL_OPTIONS ${HOPWELL_KERNEL_OPTIONS} CACHE INTERNAL "")
 # hopwell_emulated_kernels(<target> <file>...): adds kernel files (.cu compiled as C++) to a target, for the emulator.
 # Each file is compiled through a one-line wrapper file, so that another target can compile the same .cu file as CUDA.
 # HOPWELL_TARGET is the namespace of its definitions: emu_sm90 here, sm90 for the GPU. So one library can hold both.
+# It comes from the folder's name if that is an architecture's (sm90/name.cu), else from the file's name (sm90.cu).
 function(hopwell_emulated_kernels target)
   if(NOT TARGET ${target})
     message(FATAL_ERROR "hopwell_emulated_kernels: the first argument must be a target; got '${target}'")
@@ -25,6 +29,9 @@ function(hopwell_emulated_kernels target)
     endif()
     string(MD5 key ${path})
     get_filename_component(name ${file} NAME_WE)
+    if(path MATCHES "/(sm[0-9]+)/[^/]*$")
+      set(name ${CMAKE_MATCH_1})
+    endif()
     set(wrapper ${CMAKE_CURRENT_BINARY_DIR}/${target}_${name}_${key}.cpp)
     file(CONFIGURE OUTPUT ${wrapper} CONTENT "#include \"${path}\"\n")
     set_source_files_properties(${wrapper} PROPERTIES COMPILE_DEFINITIONS HOPWELL_TARGET=emu_${name})

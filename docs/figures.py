@@ -28,9 +28,47 @@ def made_by(command: str, made: list[records.Record]) -> str:
     return f"\nBy `{command}` on {'; '.join(dict.fromkeys(records.provenance(record) for record in made))}.\n"
 
 
+TARGET = "\nA target is a goal that was set before the work began ([glossary](../glossary.md)).\n"
+
+
 def model() -> ModuleType:
     """Loads benchmarks/model.py, which makes its own tables."""
     return records.program(records.ROOT / "benchmarks" / "model.py")
+
+
+def picture(operator: str) -> str:
+    """The picture of an operator beside other packages, in a box that scrolls on a narrow screen."""
+    image = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n"
+    return f"::::{{div}} picture\n{image}::::\n\n"
+
+
+def summary(operator: str) -> str:
+    """The beginning of a performance page: times, rates, the GPU, the peers with their versions, and the picture."""
+    made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
+    fastest: dict[str, Row] = {}
+    for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
+        fastest[row["shape"]] = row  # the last row of a shape is the fastest
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row, _ in made):
+        row = fastest[shape]
+        amount, unit = (row["flops"], "TFLOP/s") if row["share_of_matmul"] else (row["bytes"], "TB/s")
+        rate = amount / row["median_seconds"] / 1e12
+        lines.append([shape, f"`{row['backend']}`", f"{row['median_seconds'] * 1e3:.3f}", f"{rate:.3g} {unit}"])
+    text = table(["shape", "kernel", "ms", "rate"], lines)
+    text += made_by(f"hopwell bench {operator}", [record for _, record in made]) + "\n"
+    if not (rows := records.peer_rows(operator)):
+        return text
+    record = records.peer_record(operator)[1]
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["peer"], []).append(row["times_as_fast"])
+    for peer, values in ratios.items():
+        text += f"- Beside {peer}: its time ÷ Hopwell's is {min(values):.2f} to {max(values):.2f}"
+        text += f" ({len(values)} shapes).\n" if len(values) > 1 else " (one shape).\n"
+    installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
+    text += f"\nWith {', '.join(installed)}, on {records.provenance(record)}. "
+    text += f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n"
+    return text + picture(operator)
 
 
 # ---- comparisons with other packages -------------------------------------------------------------------------------
@@ -58,7 +96,7 @@ def peers(operator: str) -> str:
     installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
     notes = sorted({f"{row['peer']}: {row['note']}" for row in rows if row.get("note")})
     notes += [f"{peer} did not run: {reason}" for peer, reason in records.peers_that_failed(operator).items()]
-    text = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n\n"
+    text = picture(operator)
     text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
     text += "".join(f"- {note}\n" for note in notes)
     text += (
@@ -171,7 +209,7 @@ def measured(arguments: str) -> str:
         line += [bold(f"{product:.3f}", reached) if product else "–", f"{read:.3f}" if read else "–"]
         lines.append(line + [target.replace("us", " µs") or "–"] * bool(targets))
     head = ["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"]
-    text = table(head + ["target"] * bool(targets), lines)
+    text = table(head + ["target"] * bool(targets), lines) + (TARGET if targets else "")
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
@@ -237,7 +275,7 @@ def shares(arguments: str) -> str:
         text += f"; missed: {'; '.join(missed)}. " if missed else ". "
     spreads = [row["spread"] for row, _ in made]
     text += f"Spread, (largest − smallest) ÷ median: {min(spreads):.2f} to {max(spreads):.2f}.\n"
-    return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
+    return text + TARGET + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
 def settings(arguments: str) -> str:
@@ -261,7 +299,7 @@ def settings(arguments: str) -> str:
         reached = bold(f"{ratio:.2f}", target is not None and ratio <= float(target))
         lines.append([shape, f"`{setting}`", *times, reached, target or "–"])
         used.append(record)
-    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "target"], lines)
+    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "target"], lines) + TARGET
     return text + made_by(f"hopwell bench {operator} --shape SHAPE,SETTING", used)
 
 
@@ -276,7 +314,7 @@ def over_read(arguments: str) -> str:
         us = bold(number(row["median_seconds"] * 1e6), in_time(row, target))
         line = [row["shape"], f"`{row['backend']}`", us, bold(f"{ratio:.3f}", reached)]
         lines.append([*line, target.replace("us", " µs") or "–"])
-    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "target"], lines)
+    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "target"], lines) + TARGET
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
@@ -481,6 +519,7 @@ def model_products() -> str:
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
+        summary,
         peers,
         beside,
         all_peers,

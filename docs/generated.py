@@ -23,7 +23,23 @@ from declare import Operator  # noqa: E402
 
 PACKAGE = ROOT / "python" / "hopwell"
 MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
-BACKENDS = ("cpu", "sm80", "sm90", "sm100")
+TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.cmake").read_text())
+BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
+
+
+FAMILIES = {
+    "Sparse attention": ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution", "normalize_l1"),
+    "Lightning indexer": ("lightning_indexer", "lightning_indexer_backward", "indexer_dense_loss"),
+    "Decode from a paged cache": ("paged_attention",),
+    "4-bit weights (NVFP4)": (
+        "nvfp4_linear",
+        "nvfp4_linear_backward",
+        "nvfp4_gemv",
+        "nvfp4_matmul",
+        "nvfp4_quantize",
+        "nvfp4_dequantize",
+    ),
+}
 
 
 # ---- lists from the sources ----------------------------------------------------------------------------------------
@@ -48,16 +64,17 @@ def docstrings() -> dict[str, str]:
 
 
 def registered() -> dict[str, set[str]]:
-    """Returns the backends that register a kernel, by operator. In a folder with several operators, the problem's type
-    names the operator.
+    """Returns the backends that register a kernel, by operator. In a folder with several operators, the name of the
+    registration ends the operator's name.
     """
     found: dict[str, set[str]] = {}
     for folder in sorted((ROOT / "src" / "ops").iterdir()):
         for backend in BACKENDS:
             for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
-                for problem in re.findall(r"Registration<(\w*)Problem>", source.read_text() if source.exists() else ""):
-                    operator = f"{folder.name.split('_')[0]}_{problem.lower()}" if problem else folder.name
-                    found.setdefault(operator, set()).add(backend)
+                text = source.read_text() if source.exists() else ""
+                for name in re.findall(r"Registration(?:<\w+>)? (\w+)\{", text):
+                    operator = f"{folder.name.split('_')[0]}_{name}"
+                    found.setdefault(operator if operator in operators() else folder.name, set()).add(backend)
     return found
 
 
@@ -80,7 +97,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
 def other_refusals(operator: str) -> list[str]:
     """Returns further reasons from an operator's own folder that no case of the test suite meets: mostly sizes."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
-    words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
+    words = re.findall(r'(?:Support::no\(|Unsupported\{)\s*((?:"[^"]*"\s*)+)[)}]', text)
     met = {word for (name, _), reasons in refusals().items() if name == operator for word in reasons}
     return [word for word in dict.fromkeys("".join(re.findall(r'"([^"]*)"', w)) for w in words) if word not in met]
 
@@ -112,6 +129,17 @@ def operator_list() -> str:
     first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
     rows = [[f"[`{name}`](../operators/{name}.md)", first[name]] for name in operators()]
     return table(["operator", "what it computes"], rows)
+
+
+def families(folder: str = "") -> str:
+    """Operators by family: page, first line of the docstring, chips; and the pages in the site's contents."""
+    first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
+    text = ""
+    for family, names in FAMILIES.items():
+        rows = [[f"[`{name}`]({folder}{name}.md)", first[name], *readme_chips()[name]] for name in names]
+        text += f"## {family}\n\n{table(['operator', 'what it computes', *BACKENDS], rows)}\n"
+        text += contents(" ".join(names)) + "\n"
+    return text
 
 
 def compat() -> str:
@@ -205,6 +233,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         docstring,
         module,
         operator_list,
+        families,
         formula,
         command,
         compat,
@@ -224,6 +253,16 @@ GENERATORS: dict[str, Callable[..., str]] = {
 def fill(app: object, docname: str, source: list[str]) -> None:
     """Replaces each marker of a page with its generated piece."""
     source[0] = MARKER.sub(lambda found: GENERATORS[found[1]](*([found[2]] if found[2] else [])), source[0])
+
+
+def with_docstrings(page: str) -> str:
+    """Replaces the directives for functions of a page by their docstrings, for readers of its Markdown."""
+    known = docstrings()
+
+    def text(found: re.Match[str]) -> str:
+        return f"**{found[1]}**\n\n```text\n{known[found[1]]}\n```" if found[1] in known else found[0]
+
+    return re.sub(r"```\{eval-rst\}\n\.\. autofunction:: hopwell\.(\w+)\n```", text, page)
 
 
 def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -3,11 +3,11 @@
 
 The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
 `save_pretrained` writes them. Without --model the program first makes a tiny checkpoint with random weights. It writes
-the quantised weights to model-nvfp4.safetensors in the output folder. Generation is greedy. It begins with token
-numbers, because there is no tokenizer.
+a folder in the format `nvfp4-pack-quantized` of compressed-tensors. A folder that is in that format already, or in
+ModelOpt's NVFP4, is only loaded. Generation is greedy. It begins with token numbers, because there is no tokenizer.
 
-The exit code is 0 only if both claims hold: the file is smaller by the factor of NVFP4, and the quantised model
-computes the same as its dequantised weights.
+The exit code is 0 only if the claims hold: the layers that were quantised are smaller by the factor of NVFP4, and the
+quantised model computes the same as its dequantised weights.
 """
 
 import argparse
@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from dsa_lm.options import Parser, at_least
 from dsa_lm.report import DemoError
+from hopwell.torch import load_nvfp4, nvfp4_dequantize
 from hopwell.torch import nn as hopwell_nn
-from hopwell.torch import nvfp4_dequantize
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [s, width] → [s, width]."""
         q, k, v = (p(x).unflatten(-1, (-1, self.config.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (hopwell_nn.rotate(t[None], theta=self.config.rope_theta)[0] for t in (q, k))
+        q, k = (hopwell_nn.rotate(t[None], rope=hopwell_nn.Rope(self.config.rope_theta))[0] for t in (q, k))
         heads = (t.transpose(0, 1) for t in (q, k, v))
         out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(0, 1).flatten(1))
@@ -146,20 +146,11 @@ def make_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **written}, indent=1))
 
 
-def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
-    """Returns the configuration, and all tensors by name."""
+def read_config(folder: Path) -> tuple[Config, bool]:
+    """Returns the configuration, and whether the checkpoint is quantised already."""
     try:
         entries: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        index = folder / "model.safetensors.index.json"
-        names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if index.exists()
-            else ["model.safetensors"]
-        )
-        state: dict[str, Tensor] = {}
-        for name in names:
-            state |= load_file(folder / name)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise DemoError(f"cannot read the checkpoint {folder}: {error}") from None
     rope = {**(entries.get("rope_scaling") or {}), **(entries.get("rope_parameters") or {})}
     kind = rope.get("rope_type", "default")
@@ -172,7 +163,25 @@ def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
             raise DemoError(f"config.json: {name} must be {expected}; got {value!r}")
     entries.update({name: value for name, value in rope.items() if name == "rope_theta"})
     known = {field.name for field in fields(Config)}
-    return Config(**{name: value for name, value in entries.items() if name in known}), state
+    config = Config(**{name: value for name, value in entries.items() if name in known})
+    return config, "quantization_config" in entries or (folder / "hf_quant_config.json").exists()
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors by name."""
+    try:
+        index = folder / "model.safetensors.index.json"
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.exists()
+            else ["model.safetensors"]
+        )
+        state: dict[str, Tensor] = {}
+        for name in names:
+            state |= load_file(folder / name)
+        return state
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise DemoError(f"cannot read the checkpoint {folder}: {error}") from None
 
 
 def fill(model: Llama, state: dict[str, Tensor], config: Config) -> None:
@@ -190,38 +199,57 @@ def fill(model: Llama, state: dict[str, Tensor], config: Config) -> None:
 
 
 def quantize(model: Llama) -> dict[str, Tensor]:
-    """Returns the model's tensors, with codes, scales and a factor for each linear layer. The output head is
-    unchanged.
+    """Returns the model's tensors, with codes, scales and a global scale for each linear layer, by the names of
+    compressed-tensors. The output head is unchanged.
     """
-    state = dict(model.state_dict())
+    state = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head" and module.in_features % 16 == 0:
             del state[f"{name}.weight"]
             layer = hopwell_nn.NVFP4Linear.from_linear(module)
-            state |= {f"{name}.{part}": tensor for part, tensor in layer.state_dict().items()}
-    return {name: t.to(torch.bfloat16) if t.dtype == torch.float32 and t.ndim else t for name, t in state.items()}
+            state[f"{name}.weight_packed"] = layer.weight
+            state[f"{name}.weight_scale"] = layer.weight_scale.view(torch.float8_e4m3fn)
+            state[f"{name}.weight_global_scale"] = layer.weight_global.reciprocal().reshape(1)
+    return state
 
 
-def load_quantized(config: Config, path: Path) -> Llama:
-    """Returns a model whose linear layers are NVFP4 if the file has codes for them."""
-    state = load_file(path)
+def write_quantized(model: Llama, source: Path, folder: Path) -> None:
+    """Writes the tensors, and the configuration of `source` with the format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in quantize(model).items()}, folder / "model.safetensors")
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    form = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": [name for name in layers if name == "lm_head" or model.get_submodule(name).in_features % 16],
+        "quantization_status": "compressed",
+    }
+    entries = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**entries, "quantization_config": form}, indent=1))
+
+
+def load_quantized(config: Config, folder: Path) -> Llama:
+    """Returns a model whose linear layers are NVFP4 where the folder has codes for them. x stays in 16 bits."""
     model = Llama(config)
-    for name in [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]:
-        parent, _, own = name.rpartition(".")
-        parts = (state[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_global"))
-        setattr(model.get_submodule(parent), own, hopwell_nn.NVFP4Linear(*parts))
-    fill(model, state, config)
+    try:
+        load_nvfp4(model, folder, quantize_input=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DemoError(f"cannot read the checkpoint {folder}: {' '.join(str(error).split())}") from None
     return model.eval()
 
 
 def dequantized(model: Llama) -> dict[str, Tensor]:
-    """Returns the model's tensors with dequantised weights for its codes, scales and factors."""
+    """Returns the model's tensors with dequantised weights for its codes, scales and global scales."""
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, hopwell_nn.NVFP4Linear):
             for part in ("weight_scale", "weight_global"):
                 del state[f"{name}.{part}"]
-            state[f"{name}.weight"] = nvfp4_dequantize(module.weight, module.weight_scale, module.weight_global)
+            quantized = module.weight, module.weight_scale, module.weight_global
+            reciprocal = module.global_is_reciprocal
+            state[f"{name}.weight"] = nvfp4_dequantize(*quantized, global_is_reciprocal=reciprocal)
     return state
 
 
@@ -245,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="a folder with config.json and model.safetensors (default: make one)"
     )
-    parser.add_argument("--output", type=Path, help="folder for model-nvfp4.safetensors (default: the model's folder)")
+    parser.add_argument("--output", type=Path, help="folder for the quantised checkpoint (default: MODEL/nvfp4)")
     parser.add_argument("--tokens", type=at_least(1), default=16, help="number of tokens to generate (default: 16)")
     try:
         options = parser.parse_args(arguments)
@@ -253,13 +281,14 @@ def main(arguments: list[str] | None = None) -> int:
             folder = options.model or Path(made)
             if options.model is None:
                 make_checkpoint(folder)
-            config, state = read_checkpoint(folder)
-            model = Llama(config)
-            fill(model, state, config)
-            written = (options.output or folder) / "model-nvfp4.safetensors"
-            save_file({name: t.contiguous() for name, t in quantize(model).items()}, written)
+            config, is_quantized = read_config(folder)
+            model, written = None, folder
+            if not is_quantized:
+                model, written = Llama(config), options.output or folder / "nvfp4"
+                fill(model, read_tensors(folder), config)
+                write_quantized(model, folder, written)
             small = load_quantized(config, written)
-            before, after = bytes_of_layers(state), bytes_of_layers(load_file(written))
+            after = bytes_of_layers(read_tensors(written))
     except (DemoError, OSError) as error:
         print(f"quantize_checkpoint: {error}", file=sys.stderr)
         return 2
@@ -267,20 +296,23 @@ def main(arguments: list[str] | None = None) -> int:
     prompt = [token % config.vocab_size for token in (1, 2, 3, 5, 8, 13, 21, 34)]
     exact = Llama(config)
     exact.load_state_dict(dequantized(small))
+    before = bytes_of_layers({name: t.to(torch.bfloat16) for name, t in exact.state_dict().items()})
     with torch.no_grad():
-        whole, rounded, same = (m(torch.tensor(prompt)) for m in (model, small, exact))
+        rounded, same = (m(torch.tensor(prompt)) for m in (small, exact))
     begin = time.perf_counter()
     tokens = small.generate(prompt, options.tokens)
     seconds = time.perf_counter() - begin
-    agreeing = sum(a == b for a, b in zip(tokens, model.generate(prompt, options.tokens), strict=True))
 
-    print(f"layers: {before:,} bytes → {after:,}, {after / before:.2f} of the checkpoint's")
-    print(f"logits: {relative(rounded, whole):.1%} from those of the checkpoint")
-    print(f"generated {tokens} in {seconds:.2f} s; {agreeing} of {options.tokens} tokens as before")
-    claims = {
-        "layers below a third of their bytes": after < before / 3,
-        "logits within 0.1 % of those of the dequantised weights": relative(rounded, same) < 1e-3,
-    }
+    print(f"layers: {before:,} bytes in bf16 → {after:,}, {after / before:.2f} of them")
+    print(f"generated {tokens} in {seconds:.2f} s")
+    claims = {"logits within 0.1 % of those of the dequantised weights": relative(rounded, same) < 1e-3}
+    if model is not None:
+        with torch.no_grad():
+            whole = model(torch.tensor(prompt))
+        agreeing = sum(a == b for a, b in zip(tokens, model.generate(prompt, options.tokens), strict=True))
+        print(f"logits: {relative(rounded, whole):.1%} from those of the checkpoint in 16 bits")
+        print(f"{agreeing} of {options.tokens} tokens as before")
+        claims["layers below a third of their bytes"] = after < before / 3
     for claim, holds in claims.items():
         print(f"{'PASS' if holds else 'FAIL'}  {claim}")
     return 0 if all(claims.values()) else 1

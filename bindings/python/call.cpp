@@ -458,11 +458,6 @@ bool Call::flag(const char* name, nb::handle value) const {
   return truth != 0;
 }
 
-bool Call::may_need_workspace() const {
-  const bool on_cpu = count_ == 0 || device_.device_type == kDLCPU;
-  return !on_cpu || (backend_ != nullptr && std::string_view(backend_) != "cpu");  // the CPU's is always 0
-}
-
 void* Call::workspace(std::size_t bytes) {
   if (first_api_ != nullptr && first_api_->allocate != nullptr) return allocated(*first_api_, bytes);
   scratch_ = nb::module_::import_("hopwell._arrays").attr("workspace")(first_, bytes);

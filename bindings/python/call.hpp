@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/workspace.hpp"
+
 namespace hopwell::python {
 
 namespace nb = nanobind;
@@ -90,13 +92,12 @@ class Call {
   // Names in the C struct, and Python's names for these arguments.
   using Renamed = std::initializer_list<std::pair<const char*, const char*>>;
 
-  // Runs the operator without Python's global lock, on the given stream or the framework's current one. Errors use
+  // Runs the operator, and launches it without Python's global lock, on the given stream or the framework's current one. Errors use
   // Python's names of the arguments. On the CPU a signal's Python handler may end the call by an exception.
   template <class Args>
-  void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
-           Renamed renamed = {}) {
+  void run(Args& args, void (*function)(const Args&, Stream), Renamed renamed = {}) {
     try {
-      run_as_named(args, function, workspace_bytes);
+      run_as_named(args, function);
     } catch (const Error& error) {
       throw Error(error.status(), with_python_names(error.what(), renamed));
     } catch (const Interrupted&) {
@@ -108,20 +109,20 @@ class Call {
 
  private:
   template <class Args>
-  void run_as_named(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&)) {
+  void run_as_named(Args& args, void (*function)(const Args&, Stream)) {
     if (explanation_ != nullptr) {
       explanation_->text = hopwell::explain(args);
       return;
     }
     args.backend = backend_;
-    if (may_need_workspace()) {
-      if (const std::size_t bytes = workspace_bytes(args); bytes > 0) {
-        args.workspace = workspace(bytes);
-        args.workspace_bytes = bytes;
-      }
-    }
     const Stream on = stream();
-    const WithoutLock released;
+    std::optional<WithoutLock> released;
+    auto allocate = [&](std::size_t bytes) {
+      void* const memory = bytes > 0 ? workspace(bytes) : nullptr;
+      released.emplace();  // from here on, the operator launches
+      return memory;
+    };
+    const runtime::WorkspaceAllocator allocator(allocate);
     const InterruptCheck check(signal_raised);
     function(args, on);
   }
@@ -137,7 +138,6 @@ class Call {
   void check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad);
   static std::string text_of(nb::handle value);
   [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
-  [[nodiscard]] bool may_need_workspace() const;
   void* workspace(std::size_t bytes);
   void* allocated(const ExchangeApi& api, std::size_t bytes);
   [[nodiscard]] Stream stream() const;

@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import hopwell
 import safetensors.torch
@@ -17,6 +18,7 @@ from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomicall
 from dsa_lm.training import Settings, Trainer
 
 VALIDATION_WINDOWS = 96
+TIMES = "The default run takes about 4 minutes on two idle cores."
 SAMPLE_TOKENS = 1024  # at most, for the prompt and its continuation
 # The operators that training, quantisation and generation call.
 OPERATORS = (
@@ -115,6 +117,26 @@ def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) 
     return Results(bigram, dense, sparse, nvfp4, keys_read, layers, per_s, per_s_before), written
 
 
+def explanations(results: Results, trainer: Trainer) -> list[str]:
+    """Returns why a rate is lower than a reader may expect, for the rates that are."""
+    made = []
+    sparse = median(record["tokens_per_s"] for record in trainer.steps if record["stage"] == "sparse")
+    dense = median(record["tokens_per_s"] for record in trainer.dense_twin)
+    if sparse < dense:
+        made.append(
+            f"Sparse attention trained at {sparse:,.0f} tokens/s, the dense twin at {dense:,.0f}: with a context of "
+            f"{trainer.settings.size.context} a dense query has few keys, and the indexer and its gradients cost more "
+            "than the keys that they save. Sparse attention pays on long sequences: docs/performance/training_step.md."
+        )
+    if trainer.device.type == "cpu" and results.generated_per_s < results.generated_per_s_before:
+        made.append(
+            f"NVFP4 generated {results.generated_per_s:,.0f} tokens/s, floats {results.generated_per_s_before:,.0f}: a "
+            "CPU decodes every 4-bit weight before it multiplies. That pays where weights come from memory; the floats "
+            "of a model of this size stay in the cache."
+        )
+    return made
+
+
 def run(options: argparse.Namespace, console: Console) -> bool:
     """Runs the experiment; returns True if all claims held."""
     watch = Stopwatch()
@@ -142,6 +164,9 @@ def run(options: argparse.Namespace, console: Console) -> bool:
         f"{parameters:,} parameters, context {size.context}, topk {size.topk}, on {device}; "
         f"the bigram model's loss is {bigram:.3f} nats a token"
     )
+    reporter.say(
+        f"{sum(settings.lengths().values()):,} steps in four stages; each line has the remaining time. {TIMES}"
+    )
     trainer.run(folder / "checkpoint.pt", reporter)
     trainer.leave()
     if mine.rank > 0:
@@ -162,4 +187,6 @@ def run(options: argparse.Namespace, console: Console) -> bool:
         f"({results.generated_per_s_before:,.0f} before); "
         f"{metrics['seconds']:.0f} s in all, {metrics['cpu_seconds']:.0f} s of processor time; results in {folder}/"
     )
+    for reason in explanations(results, trainer):
+        reporter.say(reason)
     return all(claim.holds for claim in made)

@@ -5,10 +5,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from hopwell.torch import nn
+from hopwell.torch.nn import DSA, KeyCache, LightningIndexer, Mode, NVFP4Linear, SparseMLA
 from hopwell.torch.parallel import ContextShard
-from torch import Tensor
-from torch import nn as torch_nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from dsa_lm.parallel import Ranks
@@ -46,52 +45,52 @@ LARGE = Size(
 )  # fmt: skip
 
 
-class Block(torch_nn.Module):
+class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        mla = nn.SparseMLA(
+        mla = SparseMLA(
             size.d_model, size.h_q, d_v=size.d_v, d_rope=size.d_rope, d_nope=size.d_nope, d_head=size.d_head
         )
-        indexer = nn.LightningIndexer(
+        indexer = LightningIndexer(
             size.d_model, topk=size.topk, h_index=size.h_index, d_index=size.d_index, d_rope=size.d_rope
         )
-        self.attention_norm = torch_nn.RMSNorm(size.d_model)
-        self.attention = nn.DSA(mla, indexer)
-        self.mlp_norm = torch_nn.RMSNorm(size.d_model)
-        self.up = torch_nn.Linear(size.d_model, 2 * size.d_ff, bias=False)
-        self.down = torch_nn.Linear(size.d_ff, size.d_model, bias=False)
+        self.attention_norm = nn.RMSNorm(size.d_model)
+        self.attention = DSA(mla, indexer)
+        self.mlp_norm = nn.RMSNorm(size.d_model)
+        self.up = nn.Linear(size.d_model, 2 * size.d_ff, bias=False)
+        self.down = nn.Linear(size.d_ff, size.d_model, bias=False)
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * value)
 
-    def forward(self, x: Tensor, mode: nn.Mode, shard: ContextShard | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, mode: Mode, shard: ContextShard | None) -> tuple[Tensor, Tensor | None]:
         given = (mode,) if shard is None else (shard, mode)
         y, indexer_loss = self.attention(self.attention_norm(x), *given)
         x = x + y
         return x + self.mlp(x), indexer_loss
 
-    def extend(self, x: Tensor, cache: nn.KeyCache) -> Tensor:
+    def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         x = x + self.attention.extend(self.attention_norm(x), cache)
         return x + self.mlp(x)
 
 
-class Decoder(torch_nn.Module):
+class Decoder(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.embedding = torch_nn.Embedding(size.vocabulary, size.d_model)
-        self.blocks = torch_nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = torch_nn.RMSNorm(size.d_model)
-        self.head = torch_nn.Linear(size.d_model, size.vocabulary, bias=False)
+        self.embedding = nn.Embedding(size.vocabulary, size.d_model)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.d_model)
+        self.head = nn.Linear(size.d_model, size.vocabulary, bias=False)
         # The head starts at zero: every token equally likely, and no gradient wasted on unlearning chance.
-        torch_nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.weight)
         for block in self.blocks:
-            for linear in (block.attention.mla.output, block.down):
+            for linear in (block.attention.o_proj, block.down):
                 linear.weight.data *= (2 * size.layers) ** -0.5
 
     def forward(
-        self, tokens: Tensor, mode: nn.Mode = "sparse", shard: ContextShard | None = None
+        self, tokens: Tensor, mode: Mode = "sparse", shard: ContextShard | None = None
     ) -> tuple[Tensor, Tensor]:
         """tokens int64 [b, s] → logits [b, s, vocabulary] and the indexers' loss, summed over layers (0 where there is
         none). With a shard, of its tokens, and this rank's part of the loss.
@@ -108,7 +107,7 @@ class Decoder(torch_nn.Module):
         """float32 weights and optimizer, products in the size's dtype."""
         return torch.autocast(x.device.type, getattr(torch, self.size.dtype), enabled=self.size.dtype != "float32")
 
-    def extend(self, tokens: Tensor, caches: list[nn.KeyCache]) -> Tensor:
+    def extend(self, tokens: Tensor, caches: list[KeyCache]) -> Tensor:
         """Logits [vocabulary] after the tokens [s] that follow those in the caches. If this raises, all caches have the
         tokens of before.
         """
@@ -120,7 +119,7 @@ class Decoder(torch_nn.Module):
                 x = block.extend(x, cache)
             return self.head(self.norm(x[0, -1:]))[0]
 
-    def indexer_parameters(self) -> list[torch_nn.Parameter]:
+    def indexer_parameters(self) -> list[nn.Parameter]:
         return [p for block in self.blocks for p in block.attention.indexer.parameters()]
 
     def keys_read(self) -> int:
@@ -133,7 +132,7 @@ ALONE = Ranks()
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, windows: tuple[Tensor, Tensor], mode: nn.Mode, ranks: Ranks = ALONE, size: int = 8
+    model: Decoder, windows: tuple[Tensor, Tensor], mode: Mode, ranks: Ranks = ALONE, size: int = 8
 ) -> tuple[float, float]:
     """Mean loss in nats a token over the windows, and the fraction of the visible keys that attention read."""
     total, read = 0.0, 0
@@ -149,9 +148,9 @@ def evaluate(
 
 def quantize(model: Decoder) -> int:
     """Puts NVFP4 layers in the place of the linear ones; returns how many."""
-    linear = [(m, n, c) for m in model.modules() for n, c in m.named_children() if isinstance(c, torch_nn.Linear)]
+    linear = [(m, n, c) for m in model.modules() for n, c in m.named_children() if isinstance(c, nn.Linear)]
     for parent, name, child in linear:
-        setattr(parent, name, nn.NVFP4Linear.from_linear(child))
+        setattr(parent, name, NVFP4Linear.from_linear(child))
     return len(linear)
 
 
@@ -163,7 +162,7 @@ class Step:
 
     def __init__(self, model: Decoder, prompt: Tensor) -> None:
         self.model, self.token, self.graph = model, prompt[-1:].clone(), None
-        self.caches = [nn.KeyCache(model.size.context) for _ in model.blocks]
+        self.caches = [KeyCache(model.size.context) for _ in model.blocks]
         self.logits = model.extend(prompt, self.caches)
         if prompt.is_cuda:
             self.graph = self.capture(torch.tensor(len(prompt), device=prompt.device))

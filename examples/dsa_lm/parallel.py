@@ -63,7 +63,7 @@ class Ranks:
 
         mesh = init_device_mesh(self.shard.positions.device.type, (self.count,))
         for block in model.blocks:
-            block.attention = ParallelDSA(block.attention.mla, block.attention.indexer)
+            block.attention = ParallelDSA(block.attention, block.attention.indexer)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
             module.set_gradient_divide_factor(1.0)

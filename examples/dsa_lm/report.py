@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 
@@ -55,6 +55,16 @@ class Reporter:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.progress: Progress | None = None
+        self.expect(0)
+
+    def expect(self, steps: int) -> None:
+        """Starts the clock of the remaining time: `steps` steps follow, of all stages together."""
+        self.expected, self.finished, self.began = steps, 0, time.perf_counter()
+
+    def remaining(self) -> str:
+        """Returns the remaining time of all stages, if the steps to come take as long as the steps so far."""
+        seconds = (time.perf_counter() - self.began) / self.finished * max(0, self.expected - self.finished)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
     def begin(self, stage: str, done: int, steps: int) -> None:
         self.stage, self.steps, self.line_at = stage, steps, done
@@ -65,13 +75,15 @@ class Reporter:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[figures]}"),
             )
-            self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self.progress = Progress(*columns, console=self.console)
             self.task = self.progress.add_task(stage, total=steps, completed=done, figures="")
             self.progress.start()
 
     def step(self, done: int, record: dict[str, Any]) -> None:
+        self.finished += 1
         figures = (
-            f"loss {record['loss']:.3f}  indexer {record['indexer_loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+            f"loss {record['loss']:.3f}  indexer {record['indexer_loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  "
+            f"{self.remaining()}"
         )
         if self.progress:
             self.progress.update(self.task, completed=done, figures=figures)

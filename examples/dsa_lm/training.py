@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hopwell.torch import nn
+from hopwell.torch.nn import Mode
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
@@ -29,7 +29,7 @@ from dsa_lm.parallel import Ranks
 from dsa_lm.report import DemoError, Reporter, write_atomically
 from dsa_lm.text import Corpus, batch
 
-MODES: dict[str, nn.Mode] = {"dense": "dense", "warm-up": "warm-up", "sparse": "sparse", "dense twin": "dense"}
+MODES: dict[str, Mode] = {"dense": "dense", "warm-up": "warm-up", "sparse": "sparse", "dense twin": "dense"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,9 @@ class Trainer:
         names = list(lengths)
         if not self.steps:
             self.validate("sparse", "dense")
-        for name in names[names.index(self.stage) :]:
+        left = names[names.index(self.stage) :]
+        reporter.expect(sum(lengths[name] for name in left) - self.step)
+        for name in left:
             if name != self.stage:
                 self.enter(name)
                 self.save(checkpoint)
@@ -271,7 +273,7 @@ class Trainer:
             self.validate("dense twin" if self.stage == "dense twin" else "sparse", MODES[self.stage])
         return record
 
-    def validate(self, model: str, mode: nn.Mode) -> float:
+    def validate(self, model: str, mode: Mode) -> float:
         loss, read = evaluate(self.model, self.windows, mode, self.ranks)
         self.validation.append({"model": model, "update": self.update, "loss": loss, "keys_read": read})
         return loss

@@ -21,6 +21,7 @@ from types import ModuleType
 from ._hopwell import Error, num_threads, set_num_threads
 from ._hopwell import version as _version
 from ._ops import backends, explain
+from ._ops.kv_compress import kv_compress, kv_compress_backward
 from ._ops.lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
 from ._ops.nvfp4 import (
     nvfp4_dequantize,
@@ -41,6 +42,8 @@ __all__ = [
     "backends",
     "explain",
     "indexer_dense_loss",
+    "kv_compress",
+    "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
     "normalize_l1",

@@ -234,9 +234,10 @@ def cpp_fields(argument: Argument) -> list[tuple[str, str, str, str]]:
         kind, initial = cpp_number(argument.default)
         return [(kind, argument.name, initial, doc)]
     if isinstance(argument, Integer):
-        optional = argument.default is None
-        kind = "std::optional<std::int64_t>" if optional else "std::int64_t"
-        return [(kind, argument.name, "{}" if optional else str(argument.default), doc)]
+        if argument.default is None:
+            return [("std::optional<std::int64_t>", argument.name, "{}", doc)]
+        initial = 0 if argument.default is REQUIRED else argument.default  # 0 is an error where it is required
+        return [("std::int64_t", argument.name, str(initial), doc)]
     if isinstance(argument, Boolean):
         return [("bool", argument.name, str(argument.default).lower(), doc)]
     if isinstance(argument, Choice):

@@ -170,7 +170,7 @@ void {name}_({parameters}) {{
   Call call("{name}", backend, stream);
   {camel}Args args;
 {lines}
-  call.run(args, hopwell::{name}, hopwell::{name}_workspace_bytes{renamed});
+  call.run(args, hopwell::{name}{renamed});
 }}"""
 
 

@@ -67,9 +67,8 @@ std::string nothing_to_run(const CheckOptions& options, const std::vector<std::s
   return "no case" + (options.cases.empty() ? "" : " '" + options.cases + "'") +
          (options.operators.empty() ? "" : " of " + joined(options.operators)) +
          (options.backend.empty() ? "" : " runs on " + options.backend) +
-         (options.operators.empty() ? "; with an operator before it, its cases are named here"
-          : names.empty()           ? ""
-                                    : "; cases: " + joined(names));
+         (names.empty() ? ""
+                        : "; nearest of " + std::to_string(names.size()) + " cases: " + nearest(names, options.cases));
 }
 
 // Distinct remarks about runs, in the order of their first occurrence.
@@ -101,6 +100,7 @@ constexpr const char* kModelUnits =
 }  // namespace
 
 int check(const CheckOptions& options) {
+  const auto begin = std::chrono::steady_clock::now();
   if (options.device != 0) cases::cuda::use_device(options.device);
   if (!options.checker) setenv("HOPWELL_EMULATOR_CHECKER", "off", 1);
   const auto wanted = [&](const std::string& op) {
@@ -137,9 +137,9 @@ int check(const CheckOptions& options) {
               if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(number).c_str(), 1);
             };
             choose_schedule(2 * seed - 1);
-            const std::clock_t begin = std::clock();
+            const std::clock_t start = std::clock();
             const cases::Report report = cases::run(c, backend, seed, [&] { choose_schedule(2 * seed); });
-            const double seconds = double(std::clock() - begin) / CLOCKS_PER_SEC;
+            const double seconds = double(std::clock() - start) / CLOCKS_PER_SEC;
             tally.add(report);
             taken = !report.unsupported;
             const std::string run = c.op + "/" + c.name + " on " + backend + ", seed " + std::to_string(seed) + ": ";
@@ -163,7 +163,9 @@ int check(const CheckOptions& options) {
   for (const std::string& words : failed) std::printf("FAILED  %s\n", words.c_str());
   std::fputs(table.text().c_str(), stdout);
   if (counts) std::printf("%s%s\n", model_table(records).text().c_str(), kModelUnits);
-  std::printf("%d passed, %d failed, %d skipped\n", total.passed, total.failed, total.skipped);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  std::printf("%d passed, %d failed, %d skipped in %.0f s\n", total.passed, total.failed, total.skipped,
+              seconds.count());
   if (!options.json.empty()) {
     write_file(options.json,
                nlohmann::json{{"version", version()}, {"date", today()}, {"results", records}}.dump(1) + "\n");

@@ -13,7 +13,7 @@ struct UsageError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-int info();
+int info(bool json);  // json: for programs, on standard output
 
 struct CheckOptions {
   std::vector<std::string> operators;  // empty: all

@@ -26,7 +26,7 @@ const cases::Case& case_named(const EmulateOptions& options) {
     }
   }
   throw UsageError("emulate: no case '" + options.name + "' of " + options.op + " runs on " + options.backend +
-                   "; cases: " + joined(names));
+                   "; nearest of " + std::to_string(names.size()) + " cases: " + nearest(names, options.name));
 }
 
 // Time of the last write of a file; empty if there is no file.

@@ -1,6 +1,5 @@
 // hopwell: shows the installation (info), tests correctness (check), measures speed (bench), shows a kernel's run
-// (emulate). `completion` and `man` describe the command line. The program name `hopwell-emulate` means `hopwell
-// emulate`.
+// (emulate). The program name `hopwell-emulate` means `hopwell emulate`.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -12,7 +11,6 @@
 
 #include "cases/case.hpp"
 #include "commands.hpp"
-#include "describe.hpp"
 #include "table.hpp"
 
 namespace {
@@ -84,7 +82,8 @@ CLI::Validator a_writable_file() { return {obstacle_to_writing, ""}; }
 CLI::App* add_check(CLI::App& app, CheckOptions& options) {
   auto* command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
   command->add_option("OP", options.operators, "operators; by default all")->check(an_operator());
-  command->add_flag("--quick", options.quick, "a few cases of each operator and backend: seconds");
+  command->add_flag("--quick", options.quick,
+                    "two cases of each operator and backend: half a minute on two busy cores");
   command->add_option("--backend", options.backend, "one backend; by default all this machine has")
       ->check(a_backend())
       ->check(that_runs_here());
@@ -136,7 +135,7 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
       ->required()
       ->check(CLI::IsMember(emulated))
       ->check(that_runs_here());
-  command->add_option("--case", options.name, "the name of a case; a wrong one is told the names that there are")
+  command->add_option("--case", options.name, "the name of a case; the error for a wrong one lists the nearest names")
       ->required();
   command->add_option("--seed", options.seed, "of the inputs and of the schedule (default: 1)")
       ->check(CLI::NonNegativeNumber);
@@ -144,13 +143,6 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
       ->type_name("FILE")
       ->required()
       ->check(a_writable_file());
-  return command;
-}
-
-CLI::App* add_completion(CLI::App& app, std::string& shell) {
-  auto* command =
-      app.add_subcommand("completion", "a script that completes command lines, for source or the shell's own folder");
-  command->add_option("SHELL", shell, "bash, zsh or fish")->required()->check(CLI::IsMember(shells()));
   return command;
 }
 
@@ -162,13 +154,12 @@ int run(std::vector<std::string> words) {
   CheckOptions check_options;
   BenchOptions bench_options;
   EmulateOptions emulate_options;
-  std::string shell;
-  app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
+  bool info_json = false;
+  app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it")
+      ->add_flag("--json", info_json, "as JSON, on standard output");
   const auto* check_command = add_check(app, check_options);
   const auto* bench_command = add_bench(app, bench_options);
   const auto* emulate_command = add_emulate(app, emulate_options);
-  const auto* completion_command = add_completion(app, shell);
-  const auto* manual_command = app.add_subcommand("man", "the manual page, for man -l - or share/man");
 
   try {
     app.parse(words);
@@ -181,15 +172,7 @@ int run(std::vector<std::string> words) {
   if (check_command->parsed()) return check(check_options);
   if (bench_command->parsed()) return bench(bench_options);
   if (emulate_command->parsed()) return emulate(emulate_options);
-  if (completion_command->parsed()) {
-    std::fputs(completion(app, shell).c_str(), stdout);
-    return 0;
-  }
-  if (manual_command->parsed()) {
-    std::fputs(manual_page(app, hopwell::version(), today()).c_str(), stdout);
-    return 0;
-  }
-  return info();
+  return info(info_json);
 }
 
 }  // namespace

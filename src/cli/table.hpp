@@ -30,6 +30,8 @@ class Progress {
 };
 
 std::string joined(const std::vector<std::string>& words);  // "a, b, c"
+// The names that take the fewest insertions, deletions and replacements of letters to become `word`; at most 8, joined.
+std::string nearest(std::vector<std::string> names, const std::string& word);
 
 // Writes a file atomically: to a file beside it, then renamed. A target that is not a plain file, such as a pipe or a
 // device, is written directly. Throws std::runtime_error.

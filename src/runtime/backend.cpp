@@ -1,7 +1,6 @@
 #include "runtime/backend.hpp"
 
 #include <algorithm>
-#include <cstdint>
 #include <new>
 
 #include "runtime/check.hpp"
@@ -69,13 +68,13 @@ Device device_of(const KnownBackend& known, const DLDevice& location) {
   return known.host ? host_device(location) : cuda_devices().at(static_cast<std::size_t>(location.device_id)).device;
 }
 
-std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows) {
+std::string explain_rows(const Survey& rows) {
   std::string text;
   const char* chosen = nullptr;
-  for (const auto& [known, support] : rows) {
+  for (const auto& [known, reason] : rows) {
     text += std::string(text.empty() ? "" : "\n") + known->name + ": ";
-    if (!support.ok) {
-      text += support.reason;
+    if (!reason.empty()) {
+      text += reason;
     } else if (!known->automatic) {
       text += "runs only when asked for by name";
     } else if (chosen != nullptr) {
@@ -90,16 +89,6 @@ std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Suppor
 
 void fail_unsupported(std::string_view operator_name, const std::string& reasons) {
   throw Error(HOPWELL_UNSUPPORTED, std::string(operator_name) + ": no backend runs this (" + reasons + ")");
-}
-
-void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given) {
-  if (needed == 0) return;
-  const Checker check(operator_name);
-  check.require(workspace != nullptr && given >= needed, "workspace", std::to_string(needed) + " bytes or more",
-                std::to_string(workspace == nullptr ? 0 : given));
-  constexpr std::size_t kAlignment = 16;  // size of a vectorised access of the kernels
-  check.require(reinterpret_cast<std::uintptr_t>(workspace) % kAlignment == 0, "workspace", "aligned to 16 bytes",
-                "an address that is not");
 }
 
 static std::string& last_error() {

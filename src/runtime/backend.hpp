@@ -3,14 +3,18 @@
 //
 // A backend is a file in the operator's folder. It enters the table by defining one object at namespace scope:
 //
-//     const runtime::Registration<Problem> cpu{{.name = "cpu", .supports = supports, .launch = launch}};
+//     const runtime::Registration cpu{"cpu", launch};                          launch(problem, stream)
+//     const runtime::Registration backend{runtime::kBackend, plan, launch};    launch(problem, plan, workspace, stream)
 //
-// Nothing else is needed: a missing backend is a missing file. The order of preference is that in `known_backends()`.
+// plan(problem) returns the backend's plan, or the reason why the backend does not support the problem. A call plans
+// once. Nothing else is needed: a missing backend is a missing file. The order of preference is that in
+// `known_backends()`.
 #pragma once
 
 #include <hopwell/error.hpp>
 #include <hopwell/hopwell.hpp>
 
+#include <any>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -18,33 +22,55 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "runtime/device.hpp"
 
 namespace hopwell::runtime {
 
-// Whether a backend supports a problem, and the reason if not: "h_q must be a multiple of 8".
-struct Support {
-  bool ok = true;
+// The reason why a backend does not support a problem: "needs bfloat16 q and kv", "slower than sm80 for n <= 8".
+struct Unsupported {
   std::string reason;
-  static Support no(std::string why) { return {false, std::move(why)}; }
+};
+
+// The plan of a backend for a problem, or the reason. A plan is plain data. Its member `workspace_bytes`, if it has one,
+// is the size of the workspace.
+template <class Plan>
+using PlanOr = std::variant<Plan, Unsupported>;
+struct NoPlan {};  // the plan of a backend that decides nothing before its launch
+
+// A plan whose type only its backend knows.
+struct ErasedPlan {
+  std::any plan;
+  std::size_t workspace_bytes = 0;
 };
 
 // `Problem` is the operator's checked arguments as plain data. `problem.device` is the device on which the backend
 // runs; it is the thread's current device. Functions may rely on everything that the operator's check() guarantees.
 template <class Problem>
-struct Backend {
-  const char* name;
-  Support (*supports)(const Problem& problem) = [](const Problem&) { return Support{}; };
-  std::size_t (*workspace_bytes)(const Problem& problem) = [](const Problem&) -> std::size_t { return 0; };
-  void (*launch)(const Problem& problem, Stream stream);
+class Backend {
+ public:
+  const char* const name;
+  [[nodiscard]] virtual PlanOr<ErasedPlan> plan(const Problem& problem) const = 0;
+  virtual void launch(const Problem& problem, const ErasedPlan& plan, void* workspace, Stream stream) const = 0;
+
+ protected:
+  explicit Backend(const char* its_name);
+  ~Backend() = default;
 };
 
 template <class Problem>
-std::vector<Backend<Problem>>& table() {
-  static std::vector<Backend<Problem>> backends;
+std::vector<const Backend<Problem>*>& table() {
+  static std::vector<const Backend<Problem>*> backends;
   return backends;
+}
+
+template <class Problem>
+const Backend<Problem>* find_backend(std::string_view name) {
+  for (const Backend<Problem>* backend : table<Problem>())
+    if (name == backend->name) return backend;
+  return nullptr;
 }
 
 std::set<std::string>& built_backends();  // names of all backends registered, for any operator
@@ -59,19 +85,78 @@ struct Operator {
   explicit Operator(const char* name) {
     operators()[name] = [] {
       std::set<std::string> names;
-      for (const Backend<Problem>& backend : table<Problem>()) names.insert(backend.name);
+      for (const Backend<Problem>* backend : table<Problem>()) names.insert(backend->name);
       return names;
     };
   }
 };
 
 template <class Problem>
-struct Registration {
-  explicit Registration(const Backend<Problem>& backend) {
-    table<Problem>().push_back(backend);
-    built_backends().insert(backend.name);
+Backend<Problem>::Backend(const char* its_name) : name(its_name) {
+  table<Problem>().push_back(this);
+  built_backends().insert(name);
+}
+
+// `plan` and `launch` of a backend. The two functions share the type of the plan.
+template <class Problem, class Plan>
+class Registration final : public Backend<Problem> {
+ public:
+  using PlanFunction = PlanOr<Plan> (*)(const Problem& problem);
+  using LaunchFunction = void (*)(const Problem& problem, const Plan& plan, void* workspace, Stream stream);
+
+  Registration(const char* name, PlanFunction plan, LaunchFunction launch)
+      : Backend<Problem>(name), plan_(plan), launch_(launch) {}
+
+  [[nodiscard]] PlanOr<ErasedPlan> plan(const Problem& problem) const override {
+    PlanOr<Plan> planned = plan_(problem);
+    if (auto* unsupported = std::get_if<Unsupported>(&planned)) return std::move(*unsupported);
+    const Plan& plan = std::get<Plan>(planned);
+    std::size_t bytes = 0;
+    if constexpr (requires { plan.workspace_bytes; }) bytes = plan.workspace_bytes;
+    return ErasedPlan{plan, bytes};
   }
+  void launch(const Problem& problem, const ErasedPlan& plan, void* workspace, Stream stream) const override {
+    launch_(problem, *std::any_cast<Plan>(&plan.plan), workspace, stream);
+  }
+
+ private:
+  PlanFunction plan_;
+  LaunchFunction launch_;
 };
+
+// A backend without a plan. `plan`, if there is one, only returns the reason why the backend does not support a problem.
+template <class Problem>
+class Registration<Problem, NoPlan> final : public Backend<Problem> {
+ public:
+  using PlanFunction = PlanOr<NoPlan> (*)(const Problem& problem);
+  using LaunchFunction = void (*)(const Problem& problem, Stream stream);
+
+  Registration(const char* name, LaunchFunction launch) : Registration(name, nullptr, launch) {}
+  Registration(const char* name, PlanFunction plan, LaunchFunction launch)
+      : Backend<Problem>(name), plan_(plan), launch_(launch) {}
+
+  [[nodiscard]] PlanOr<ErasedPlan> plan(const Problem& problem) const override {
+    PlanOr<NoPlan> planned = plan_ == nullptr ? NoPlan{} : plan_(problem);
+    if (auto* unsupported = std::get_if<Unsupported>(&planned)) return std::move(*unsupported);
+    return ErasedPlan{};
+  }
+  void launch(const Problem& problem, const ErasedPlan& /*plan*/, void* /*workspace*/, Stream stream) const override {
+    launch_(problem, stream);
+  }
+
+ private:
+  PlanFunction plan_;
+  LaunchFunction launch_;
+};
+
+template <class Problem>
+Registration(const char*, void (*)(const Problem&, Stream)) -> Registration<Problem, NoPlan>;
+template <class Problem>
+Registration(const char*, PlanOr<NoPlan> (*)(const Problem&), void (*)(const Problem&, Stream))
+    -> Registration<Problem, NoPlan>;
+template <class Problem, class Plan>
+Registration(const char*, PlanOr<Plan> (*)(const Problem&), void (*)(const Problem&, const Plan&, void*, Stream))
+    -> Registration<Problem, Plan>;
 
 // A backend name that the library knows. The table is in order of preference.
 struct KnownBackend {
@@ -92,39 +177,62 @@ const KnownBackend& known_backend(std::string_view operator_name,
 // The device on which an available backend runs, for tensors at `location`.
 Device device_of(const KnownBackend& known, const DLDevice& location);
 
-// For each backend, in order of preference: ok if it supports the problem, else the reason.
+// A backend and the reason why it does not support a problem; "" if it does.
+using Survey = std::vector<std::pair<const KnownBackend*, std::string>>;
+
+// The outcome of all backends, in order of preference.
 template <class Problem>
-std::vector<std::pair<const KnownBackend*, Support>> survey(Problem problem) {
-  std::vector<std::pair<const KnownBackend*, Support>> rows;
+Survey survey(Problem problem) {
+  Survey rows;
   for (const KnownBackend& known : known_backends()) {
-    const auto& backends = table<Problem>();
-    auto at = backends.begin();
-    while (at != backends.end() && std::string_view(at->name) != known.name) ++at;
-    if (const std::string why = missing_on_device(known, problem.device.location); !why.empty())
-      rows.emplace_back(&known, Support::no(why));
-    else if (at == backends.end())
-      rows.emplace_back(&known, Support::no("no kernel for this operator"));
-    else
-      problem.device = device_of(known, problem.device.location), rows.emplace_back(&known, at->supports(problem));
+    std::string reason = missing_on_device(known, problem.device.location);
+    const Backend<Problem>* const backend = find_backend<Problem>(known.name);
+    if (reason.empty() && backend == nullptr) reason = "no kernel for this operator";
+    if (reason.empty()) {
+      problem.device = device_of(known, problem.device.location);
+      auto planned = backend->plan(problem);
+      if (auto* unsupported = std::get_if<Unsupported>(&planned)) reason = std::move(unsupported->reason);
+    }
+    rows.emplace_back(&known, std::move(reason));
   }
   return rows;
 }
 
-// Whether an available backend supports the problem of another operator. For operators that are composed of others.
+// A problem's plan, and the backend that made it and launches it.
 template <class Problem>
-Support support_on(std::string_view backend_name, const Problem& problem) {
-  for (const Backend<Problem>& backend : table<Problem>())
-    if (backend.name == backend_name) return backend.supports(problem);
-  return Support::no("no kernel");
+class Planned {
+ public:
+  Planned(const Backend<Problem>& backend, ErasedPlan plan) : backend_(&backend), plan_(std::move(plan)) {}
+  [[nodiscard]] std::size_t workspace_bytes() const { return plan_.workspace_bytes; }
+  // `problem` is the planned one, or differs from it in fields on which the plan does not depend, such as addresses.
+  void launch(const Problem& problem, void* workspace, Stream stream) const {
+    backend_->launch(problem, plan_, workspace, stream);
+  }
+
+ private:
+  const Backend<Problem>* backend_;
+  ErasedPlan plan_;
+};
+
+// The plan of an available backend. For operators that are composed of others: they plan the inner problem in their
+// own plan.
+template <class Problem>
+PlanOr<Planned<Problem>> plan_on(std::string_view backend_name, const Problem& problem) {
+  const Backend<Problem>* const backend = find_backend<Problem>(backend_name);
+  if (backend == nullptr) return Unsupported{"no kernel"};
+  auto planned = backend->plan(problem);
+  if (auto* unsupported = std::get_if<Unsupported>(&planned)) return std::move(*unsupported);
+  return Planned<Problem>(*backend, std::get<ErasedPlan>(std::move(planned)));
 }
 
 [[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
-std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
+std::string explain_rows(const Survey& rows);
 
-// The backend that runs the problem: the requested one, or the best; sets problem.device. Throws HOPWELL_UNSUPPORTED
-// with the reasons if there is no such backend. The reasons are collected only in that case.
+// Plans the problem on the requested backend, or on the best; sets problem.device. Throws HOPWELL_UNSUPPORTED with the
+// reasons if there is no such backend. The reasons are collected only in that case.
 template <class Problem>
-const Backend<Problem>& choose(std::string_view operator_name, Problem& problem, const char* requested) {
+Planned<Problem> plan(std::string_view operator_name, Problem& problem, const char* requested) {
+  const DeviceGuard guard(problem.device.location);
   if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
   const auto wanted = [&](const KnownBackend& known) {
     return requested != nullptr ? std::string_view(requested) == known.name : known.automatic;
@@ -134,36 +242,25 @@ const Backend<Problem>& choose(std::string_view operator_name, Problem& problem,
   const bool on_host = problem.device.location.device_type == kDLCPU;
   for (const KnownBackend& known : known_backends()) {
     if (!wanted(known) || known.host != on_host) continue;
-    for (const Backend<Problem>& backend : table<Problem>()) {
-      if (std::string_view(backend.name) != known.name) continue;
-      if (!missing_on_device(known, problem.device.location).empty()) continue;
-      problem.device = device_of(known, problem.device.location);
-      if (backend.supports(problem).ok) return backend;
-    }
+    const Backend<Problem>* const backend = find_backend<Problem>(known.name);
+    if (backend == nullptr || !missing_on_device(known, problem.device.location).empty()) continue;
+    problem.device = device_of(known, problem.device.location);
+    auto planned = backend->plan(problem);
+    if (auto* plan = std::get_if<ErasedPlan>(&planned)) return {*backend, std::move(*plan)};
   }
   std::string reasons;
-  for (const auto& [known, support] : survey(problem))
-    if (wanted(*known)) reasons += std::string(reasons.empty() ? "" : "; ") + known->name + ": " + support.reason;
+  for (const auto& [known, reason] : survey(problem))
+    if (wanted(*known)) reasons += std::string(reasons.empty() ? "" : "; ") + known->name + ": " + reason;
   fail_unsupported(operator_name, reasons);
 }
 
-void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given);
-
-// Runs the problem, which contains `device`, `workspace` and `workspace_bytes`, on the requested or the best backend.
-// The thread's current device is the same afterwards.
+// Launches a planned problem. The thread's current device is the same afterwards.
 template <class Problem>
-void run(std::string_view operator_name, Problem problem, const char* requested, Stream stream) {
+void launch_planned(std::string_view operator_name, const Problem& problem, const Planned<Problem>& planned,
+                    void* workspace, Stream stream) {
   const DeviceGuard guard(problem.device.location);
-  const Backend<Problem>& backend = choose(operator_name, problem, requested);
-  check_workspace(operator_name, backend.workspace_bytes(problem), problem.workspace, problem.workspace_bytes);
   check_stream(operator_name, problem.device.location, stream);
-  backend.launch(problem, stream);
-}
-
-template <class Problem>
-std::size_t workspace_bytes(std::string_view operator_name, Problem problem, const char* requested) {
-  const DeviceGuard guard(problem.device.location);
-  return choose(operator_name, problem, requested).workspace_bytes(problem);
+  planned.launch(problem, workspace, stream);
 }
 
 template <class Problem>

@@ -15,6 +15,7 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 #include "runtime/float_mode.hpp"
+#include "runtime/workspace.hpp"
 
 namespace hopwell::runtime {
 
@@ -53,10 +54,20 @@ class Entry {
         in_table_(name) {}
 
   void run(const Args& args, Stream stream) const {
-    as_operator([&] { runtime::run(name_, check_(args), args.backend, stream); });
+    Problem problem;
+    const Planned<Problem> planned = as_operator([&] {
+      problem = check_(args);
+      return plan(name_, problem, args.backend);
+    });
+    // Outside as_operator, because an allocator of a binding throws exceptions of its own.
+    void* const workspace = workspace_of_call(name_, planned.workspace_bytes(), args.workspace, args.workspace_bytes);
+    as_operator([&] { launch_planned(name_, problem, planned, workspace, stream); });
   }
   [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
-    return as_operator([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
+    return as_operator([&] {
+      Problem problem = check_(args);
+      return plan(name_, problem, args.backend).workspace_bytes();
+    });
   }
   [[nodiscard]] std::string explain(const Args& args) const {
     return as_operator([&] { return runtime::explain(check_(args)); });

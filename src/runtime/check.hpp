@@ -119,7 +119,6 @@ class Checker {
   void take_workspace(Problem& problem, const Args& args) const {
     check_workspace(args.workspace, args.workspace_bytes);
     problem.device.location = device_;
-    problem.workspace = args.workspace, problem.workspace_bytes = args.workspace_bytes;
   }
 
  private:

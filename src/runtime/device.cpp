@@ -191,7 +191,8 @@ Device host_device(const DLDevice& location) {
                 .sms = 4,
                 .cluster_sms = 132,
                 .shared_bytes = std::size_t{227} * 1024,
-                .l2_bytes = std::size_t{1} << 16};
+                .l2_bytes = std::size_t{1} << 16,
+                .concurrent_ctas = false};
   if (const char* name = std::getenv("HOPWELL_EMULATOR_DEVICE")) {
     const auto* profile = std::find_if(std::begin(kProfiles), std::end(kProfiles),
                                        [name](const Profile& p) { return std::string_view(name) == p.name; });

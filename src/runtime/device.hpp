@@ -19,12 +19,12 @@ struct Device {
   std::size_t shared_bytes = 0;  // maximum dynamic shared memory of a CTA
   std::size_t l2_bytes = 0;
   double memory_bytes_per_ns = 0;  // bandwidth from memory clock and bus width; 0 if the driver does not report them
+  bool concurrent_ctas = true;     // CTAs can wait for each other; false: the emulator runs one after the other
 
-  [[nodiscard]] bool emulated() const { return location.device_type == kDLCPU; }
   // Whether a kernel may start before the previous kernel ends: LaunchShape::programmatic_dependency.
   [[nodiscard]] bool has_dependent_launches() const { return capability >= 90; }
   // Whether CTAs can form clusters. Hopper added both features.
-  [[nodiscard]] bool has_clusters() const { return emulated() || capability >= 90; }
+  [[nodiscard]] bool has_clusters() const { return capability == 0 || capability >= 90; }
 };
 
 // The CUDA devices, in the order of their ordinals. Queried once from the driver library, which is looked up at run

@@ -54,7 +54,7 @@ class Rows {
     }
     SelectionParams& s = merge_.selection;
     s = {indices_.data(), nullptr, problem.topk, 1, {}, problem.s_kv, problem.topk, true};
-    if (problem.lengths) s.topk_length = lengths_.data();
+    if (problem.lengths) s.lengths = lengths_.data();
     if (problem.ranges)
       s.visibility.k_start = starts_.data(), s.visibility.k_end = ends_.data(),
       s.visibility.k_start_stride = s.visibility.k_end_stride = 1;

@@ -38,7 +38,7 @@ Quantized launch_late(const std::vector<bf16>& x, const AmaxExchange& exchange, 
   options.max_switches = 3'000'000;  // threads that wait for a failed exchange poll for ever
   out.report =
       arch::emu::launch({{kCtas, 1, 1}, {OnePassConfig::kThreads, 1, 1}, {kCtas, 1, 1}, sizeof(OnePassStorage)},
-                        options, [&] { one_pass_kernel<bf16>(params); });
+                        options, [&] { nvfp4_quantize_one_pass<bf16>(params); });
   return out;
 }
 

@@ -20,6 +20,12 @@ SITE = ROOT / "build" / "docs" / "html"
 SCREENSHOTS = ROOT / "build" / "docs" / "screenshots"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
+OPTIONS += ["--window-size=1500,1600"]
+# A page in a frame of some width; the frame's class is the width that its content takes.
+FRAME = """<iframe id=f width={width} height=900 src="/{page}" onload="
+  f.className = 'takes-' + f.contentDocument.documentElement.scrollWidth"></iframe>"""
+
 
 class Server:
     """Serves the site on a free port and records the requested paths and their status."""
@@ -29,6 +35,16 @@ class Server:
         answers = self.answers
 
         class Handler(http.server.SimpleHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if not self.path.startswith("/frame?"):
+                    super().do_GET()
+                    return
+                page, width = self.path.removeprefix("/frame?").split("&")
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html")
+                self.end_headers()
+                self.wfile.write(FRAME.format(page=page, width=width).encode())
+
             def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
                 answers[self.path.split("?")[0]] = int(code)
 
@@ -39,16 +55,20 @@ class Server:
         """Returns the page's document after its scripts have run, and saves a screenshot."""
         assert BROWSER is not None
         url = f"http://127.0.0.1:{self.http.server_port}/{page}"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         picture = SCREENSHOTS / f"{screenshot}.png"
-        command = [BROWSER, *options, "--window-size=1400,1600"]
+        command = [BROWSER, *OPTIONS]
         subprocess.run([*command, f"--screenshot={picture}", url], capture_output=True, timeout=120, check=True)
         colors = Image.open(picture).convert("RGB").getcolors(1 << 24)
         assert colors is not None and len(colors) > 50, f"{picture} is blank"
-        return subprocess.run(
-            [*command, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True
-        ).stdout
+        return self.document(page)
+
+    def document(self, page: str) -> str:
+        """Returns the page's document after its scripts have run."""
+        assert BROWSER is not None
+        url = f"http://127.0.0.1:{self.http.server_port}/{page}"
+        command = [BROWSER, *OPTIONS, "--dump-dom", url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +85,26 @@ def server() -> Iterator[Server]:
 
 def test_front_page(server: Server) -> None:
     document = server.open("index.html", "front_page")
-    assert "Start in five minutes" in document and "Choose an operator" in document
+    assert "From a wheel, without a compiler" in document and "Choose an operator" in document
     assert any(path.endswith("peers.svg") and code == 200 for path, code in server.answers.items())
+
+
+@pytest.mark.parametrize("width", [360, 768, 1440])
+@pytest.mark.parametrize(
+    "page", ["index", "install", "operators/sparse_mla_backward", "performance/sparse_mla_forward"]
+)
+def test_a_page_fits_the_width_of_a_window(server: Server, page: str, width: int) -> None:
+    found = re.search(r"takes-(\d+)", server.document(f"frame?{page}.html&{width}"))
+    assert found is not None
+    assert int(found[1]) <= width
+
+
+def test_every_page_is_there_as_markdown() -> None:
+    pages = re.findall(r"^- \[.+\]\((.+)\)$", (SITE / "llms.txt").read_text(), re.MULTILINE)
+    assert len(pages) > 50 and "install.md" in pages
+    for page in pages:
+        assert (SITE / page).read_text().lstrip().startswith("# ")
+    assert "sm_scale" in (SITE / "operators/sparse_mla_forward.md").read_text()
 
 
 def test_search_finds_an_operator(server: Server) -> None:

@@ -135,6 +135,8 @@ TEST(AttentionDistribution, PlansSplitRowsOfTheLastRoundOnly) {
   EXPECT_EQ(plan.splits, 32);  // four rows, 32 tiles of keys in each, for 132 CTAs
   EXPECT_EQ(plan.split_entries, 64);
   EXPECT_EQ(plan.work_tiles, 31 * 132 + 4 * 32);
+  problem.topk = 0;
+  EXPECT_EQ(plan_of(problem).work_tiles, 4096);
 }
 
 // Rows are brought into ascending order where many queries read keys that do not fit in L2, and memory would bind.
@@ -173,10 +175,9 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   EXPECT_FALSE(ordering_of(p).orders_rows || with([](Problem& x) { x.s_kv = 96 << 10; }).orders_rows);
   EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
   p.indices_ascending = false;
-  for (const Ordering& none :
-       {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
-        with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
-        with([](Problem& x) { x.selection.indices = nullptr; }), with([](Problem& x) { x.keeps_order = true; })}) {
+  for (const Ordering& none : {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
+                               with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
+                               with([](Problem& x) { x.selection.indices = nullptr; })}) {
     EXPECT_FALSE(none.orders_rows || none.paces);
     EXPECT_EQ(none.bytes, 0);
   }

@@ -72,7 +72,7 @@ const Case& case_of(const std::string& op, const std::string& name) {
   throw std::logic_error("no case " + op + "/" + name);
 }
 
-// Calls a function with so many threads.
+// Calls a function with this number of threads.
 template <class Function>
 void with_threads(int threads, Function function) {
   const int before = cpu::max_threads();

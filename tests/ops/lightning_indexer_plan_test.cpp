@@ -125,19 +125,20 @@ TEST(LightningIndexerPlan, RowsOfWhichASampleIsTakenFillTheMultiprocessors) {
 TEST(LightningIndexerPlan, PassesHaveRoomInTheWorkspace) {
   for (const std::int64_t s_kv : {1, 8192, 1 << 20, 1 << 24}) {
     const auto p = forward(3000, s_kv, 64, 132);
+    const auto plan = plan_of(p);
     std::int64_t next = 0;
-    for_each_pass(p, [&](std::int64_t first, std::int64_t count) {
+    for_each_pass(p, plan, [&](std::int64_t first, std::int64_t count) {
       EXPECT_EQ(first, next);
-      EXPECT_LE(4 * static_cast<std::size_t>(count * s_kv), workspace_bytes(p));
+      EXPECT_LE(4 * static_cast<std::size_t>(count * s_kv), plan.workspace_bytes);
       next += count;
     });
     EXPECT_EQ(next, p.s_q);
-    EXPECT_LE(workspace_bytes(p), std::max<std::size_t>(64 << 20, 32 * 4 * static_cast<std::size_t>(s_kv)));
+    EXPECT_LE(plan.workspace_bytes, std::max<std::size_t>(64 << 20, 32 * 4 * static_cast<std::size_t>(s_kv)));
   }
 }
 
-lightning_indexer_backward::Problem backward(bool deterministic, int sms) {
-  lightning_indexer_backward::Problem p;
+lightning_indexer_backward::PassProblem backward(bool deterministic, int sms) {
+  lightning_indexer_backward::PassProblem p;
   p.s_q = 100, p.s_kv = 1000, p.h_index = 65, p.d_index = 100, p.topk = 77, p.deterministic = deterministic;
   p.pass_queries = p.s_q;
   p.device.sms = sms;
@@ -145,17 +146,18 @@ lightning_indexer_backward::Problem backward(bool deterministic, int sms) {
 }
 
 TEST(LightningIndexerBackwardPlan, WorkspaceHoldsItsParts) {
-  const auto floats = workspace_of(backward(false, 132));
+  const auto bytes = plan_of(backward(false, 132)).workspace_bytes;
+  const auto floats = plan_of(backward(false, 132)).workspace;
   EXPECT_EQ(floats.gradients, 0U);
   EXPECT_EQ(floats.losses, 30'976U);  // 4 · 100 · 77 bytes, in whole 256
   EXPECT_EQ(floats.apart, 30'976U + 1'024U);
-  EXPECT_EQ(floats.bytes, floats.apart + 512U);
-  const auto fixed = workspace_of(backward(true, 132));
-  EXPECT_EQ(fixed.fixed_d_k, floats.bytes);
+  EXPECT_EQ(bytes, floats.apart + 512U);
+  const auto fixed = plan_of(backward(true, 132)).workspace;
+  EXPECT_EQ(fixed.fixed_d_k, bytes);
   EXPECT_EQ(fixed.largest, fixed.fixed_d_k + 800'000U);
   EXPECT_EQ(fixed.count, fixed.largest + 4'096U);
   EXPECT_EQ(fixed.of_all, fixed.count + 4'096U);
-  EXPECT_EQ(fixed.bytes, fixed.of_all + 256U);
+  EXPECT_EQ(plan_of(backward(true, 132)).workspace_bytes, fixed.of_all + 256U);
 }
 
 TEST(LightningIndexerBackwardPlan, PassesFillTheDevice) {

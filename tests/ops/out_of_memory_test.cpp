@@ -120,6 +120,8 @@ const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
     {"lightning_indexer_backward", {"odd_shape", "topk_65"}},
     {"indexer_dense_loss", {"one_key"}},
     {"normalize_l1", {"strided_in_place"}},
+    {"kv_compress", {"documents"}},
+    {"kv_compress_backward", {"documents", "v4_hca"}},
 };
 
 TEST_P(OutOfMemory, IsAnError) {

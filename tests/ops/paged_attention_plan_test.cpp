@@ -182,7 +182,7 @@ TEST(PagedAttentionPlan, WorkspaceHasASlotForEachCta) {
       const Params p = plan_split(problem, kShared);
       const std::int64_t rows = p.schedule.heads * p.schedule.queries;
       EXPECT_EQ(p.schedule.ctas, sms);
-      EXPECT_EQ(split_workspace_bytes(problem),
+      EXPECT_EQ(split_workspace_bytes(p),
                 static_cast<std::size_t>(sms * ((rows * p.query.d + 127) / 128) * kPieceBytes));
       EXPECT_EQ(p.schedule.pairs, rows * p.query.d / 2);
       EXPECT_EQ(std::int64_t{p.schedule.heads} * p.schedule.row_blocks.value / p.schedule.passes.value, call.h_kv);
@@ -324,7 +324,8 @@ TEST(PagedAttentionPlan, ClustersAreTheLargestThatRunAtATime) {
       Call call{.lengths = {100, 30}, .h_q = h_kv, .h_kv = h_kv};
       const Problem problem = problem_of(call, sms, 64);
       const ClusterPlan plan = plan_clusters(problem, clusters_that_fit);
-      const bool supported = supports_clusters(problem, clusters_that_fit).ok;
+      const auto planned = plan_clusters_if_faster(problem, clusters_that_fit);
+      const bool supported = std::holds_alternative<ClusterPlan>(planned);
       EXPECT_EQ(supported, plan.size > 0) << sms << " SMs, " << h_kv << " heads";
       if (!supported) continue;
       EXPECT_EQ(plan.clusters, 2 * h_kv / plan.heads);
@@ -358,17 +359,21 @@ TEST(PagedAttentionPlan, TilesAndPairsOfAClusterAreDealtOutOnce) {
 
 TEST(PagedAttentionPlan, ClustersAreForFewRowBlocks) {
   const auto reason = [](Call call, std::int64_t max_blocks, int sms = 132) {
-    return supports_clusters(problem_of(call, sms, max_blocks), clusters_that_fit).reason;
+    const auto planned = plan_clusters_if_faster(problem_of(call, sms, max_blocks), clusters_that_fit);
+    const auto* unsupported = std::get_if<runtime::Unsupported>(&planned);
+    return unsupported ? unsupported->reason : "";
   };
   const std::vector<std::int32_t> one{5}, four(4, 5), many(64, 5);
   EXPECT_EQ(reason({.lengths = one}, 2048), "");
   EXPECT_EQ(reason({.lengths = four}, 256), "");
-  EXPECT_EQ(reason({.lengths = many}, 8), "too many sequences and heads");
-  EXPECT_EQ(reason({.lengths = four}, 257), "max_blocks * block must be at most 4096, and 16384 / b, for b above 1");
+  EXPECT_EQ(reason({.lengths = many}, 8),
+            "needs few sequences and heads, so that a cluster for each runs at the same time");
+  EXPECT_EQ(reason({.lengths = four}, 257),
+            "slower than sm80 for max_blocks * block above 4096 or above 16384 / b, if b > 1");
   EXPECT_EQ(reason({.lengths = one, .dtype = DType::kFloat32}, 257),
-            "max_blocks * block must be at most 4096 for so few heads, or float32");
+            "slower than sm80 for max_blocks * block above 4096 with few heads or float32");
   EXPECT_EQ(reason({.lengths = one, .h_q = 32, .h_kv = 32}, 4096),
-            "a block table must be for at most 256 MiB of keys and values");
+            "slower than sm80 for block tables of more than 256 MiB of keys and values");
 }
 
 }  // namespace

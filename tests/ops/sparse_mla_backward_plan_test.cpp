@@ -111,7 +111,7 @@ TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
         EXPECT_EQ(pass.whole_tiles % at_a_time, 0);
         EXPECT_LE(pass.sliced_tiles * pass.slices, at_a_time);
         EXPECT_EQ(pass.slice_entries % 64, 0);
-        EXPECT_LE(plan.workspace.bytes, 4UL * 32768 * 576 + (4UL * 2048 + 4) * 400 + 2048);
+        EXPECT_LE(plan.workspace_bytes, 4UL * 32768 * 576 + (4UL * 2048 + 4) * 400 + 2048);
       }
     }
   }
@@ -122,7 +122,7 @@ TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
   EXPECT_EQ(single.singles.slices, 8);
   EXPECT_EQ(pair.pairs.sliced_tiles, 4);
   EXPECT_EQ(pair.pairs.slices, 8);
-  EXPECT_EQ(single.workspace.bytes, 4UL * 4 * 8 * 64 * 576);
+  EXPECT_EQ(single.workspace_bytes, 4UL * 4 * 8 * 64 * 576);
 }
 
 // Sums that are not in the output must be added to in any case, so slices would add nothing but dq's memory.
@@ -317,12 +317,12 @@ TEST(SparseMlaBackwardPlan, NothingInTheWorkspaceTwice) {
         if (attn && !deterministic) parts.emplace_back(w.sources, 2UL * 300 * 2048);
         for (const MainPass& pass : {plan.pairs, plan.singles}) {
           const auto slices = static_cast<std::size_t>(pass.sliced_tiles * (pass.slices > 1 ? pass.slices : 0));
-          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), w.bytes);
+          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), plan.workspace_bytes);
         }
         std::sort(parts.begin(), parts.end());
         for (std::size_t i = 0; i < parts.size(); ++i) {
           EXPECT_EQ(parts[i].first % 256, 0U);
-          EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
+          EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : plan.workspace_bytes);
         }
       }
     }
@@ -420,7 +420,7 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     std::sort(parts.begin(), parts.end());
     for (std::size_t i = 0; i < parts.size(); ++i) {
       EXPECT_EQ(parts[i].first % 256, 0U);
-      EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
+      EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : plan.workspace_bytes);
     }
   }
 }
@@ -441,22 +441,21 @@ TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
   const auto reason = [](const auto& change) {
     Problem p = problem_of(10, 64, 1000, 64, 132);
     change(p);
-    return check_plan(p, make_plan(p, kHopper)).reason;
+    const auto found = unsupported(p, make_plan(p, kHopper));
+    return found ? found->reason : "";
   };
   EXPECT_EQ(reason([](Problem&) {}), "");
-  EXPECT_EQ(reason([](Problem& p) { p.d_qk = 128; }), "d_qk must be 576 or 512");
-  EXPECT_EQ(reason([](Problem& p) { p.d_v = 256; }), "d_v must be 512");
-  EXPECT_EQ(reason([](Problem& p) { p.q.stride[1] = 577; }),
-            "rows of q, kv, out, d_out and dq must be 16-byte aligned");
+  EXPECT_EQ(reason([](Problem& p) { p.d_qk = 128; }), "needs d_qk 576 or 512");
+  EXPECT_EQ(reason([](Problem& p) { p.d_v = 256; }), "needs d_v 512");
+  EXPECT_EQ(reason([](Problem& p) { p.q.stride[1] = 577; }), "needs rows of q, kv, out, d_out and dq 16-byte aligned");
   EXPECT_EQ(reason([](Problem& p) { p.s_kv = 15 << 20; }),
-            "dkv must have fewer than 2^33 elements, 2^32 if deterministic");
+            "needs dkv with fewer than 2^33 elements, 2^32 if deterministic");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 31; }),
-            "the row stride of kv and topk must be below 2^31");
+            "needs topk and the row stride of kv below 2^31");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = -(std::int64_t{1} << 31); }),
-            "the row stride of kv and topk must be below 2^31");
+            "needs topk and the row stride of kv below 2^31");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 40, p.s_kv = 1; }), "");  // nobody steps
-  EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }),
-            "s_q times blocks of 32 heads must be below 2^31");
+  EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }), "needs s_q times blocks of 32 heads below 2^31");
 }
 
 }  // namespace

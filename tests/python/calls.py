@@ -141,6 +141,29 @@ def nvfp4_linear_backward(rng: Rng, dtype: str) -> Call:
     return Call("nvfp4_linear_backward", {name: arguments[name] for name in given}, (_bound(dtype),), ("out",))
 
 
+def _pooling(rng: Rng, dtype: str) -> dict[str, Any]:
+    s, d, ratio = 29, 8, 3
+    return {
+        "kv": _normal(rng, (s, 2 * d), dtype),
+        "gate": _normal(rng, (s, 2 * d), dtype),
+        "ratio": ratio,
+        "position_bias": _normal(rng, (ratio, 2 * d), "float32"),
+        "overlap": True,
+        "cu_seqlens": np.array([1, 5, 5, 26], np.int32),
+        "cu_compressed": np.array([0, 1, 1, 8], np.int32),
+    }
+
+
+def kv_compress(rng: Rng, dtype: str) -> Call:
+    return Call("kv_compress", _pooling(rng, dtype), (_bound(dtype),), ("out",))
+
+
+def kv_compress_backward(rng: Rng, dtype: str) -> Call:
+    arguments = {"d_out": _normal(rng, (9, 8), dtype), **_pooling(rng, dtype)}
+    bounds = (_bound(dtype), _bound(dtype), 1e-4)
+    return Call("kv_compress_backward", arguments, bounds, ("d_kv", "d_gate"))
+
+
 def nvfp4_matmul(rng: Rng, dtype: str) -> Call:
     m, n, k = 19, 21, 96
     arguments = {
@@ -247,6 +270,8 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
         lightning_indexer_backward,
         indexer_dense_loss,
         normalize_l1,
+        kv_compress,
+        kv_compress_backward,
     )
 }
 WITH_FLOAT16 = {"paged_attention", *(operator for operator in MAKERS if operator.startswith("nvfp4_"))}

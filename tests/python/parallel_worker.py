@@ -1,5 +1,6 @@
 """The processes of test_parallel.py run this program: `parallel_worker.py TASK RANK RANKS FOLDER`."""
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hopwell.torch import nn
 from hopwell.torch.parallel import ContextShard, ParallelDSA, shard_heads, sum_gradients
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 B, D_MODEL, STEPS = 2, 32, 6
 MODES: tuple[nn.Mode, ...] = ("sparse", "warm-up", "dense")  # modes of the steps, in turn
@@ -24,8 +25,8 @@ class Model(torch.nn.Module):
     def __init__(self, heads: dist.ProcessGroup | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_rope=8, d_nope=8, d_head=8, attn_sink=True)
-        indexer = nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, d_rope=8)
+        mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_rope=8, d_nope=8, d_head=8, q_lora_rank=12, attn_sink=True)
+        indexer = nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, d_rope=8, q_lora_rank=12)
         shard_heads(mla, heads)
         self.attention = ParallelDSA(mla, indexer, heads)
 
@@ -77,6 +78,39 @@ def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[st
     return {"losses": losses, "positions": shard.positions, **at_first}
 
 
+def packed(context: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """A forward over documents of 7, 0 and 13 tokens and padding. Two ranks share both documents."""
+    model, shard = Model(None), ContextShard.zigzag(22, context)
+    x = shard.split(torch.randn(1, 22, D_MODEL, generator=torch.Generator().manual_seed(0)))
+    y, loss = model.attention(x, shard, cu_seqlens=torch.tensor([0, 7, 7, 20]))
+    if context is not None:
+        dist.all_reduce(loss, group=context)
+    return {"y": y.detach(), "loss": loss.detach(), "positions": shard.positions}
+
+
+def data_parallel(rank: int) -> dict[str, torch.Tensor]:
+    """FSDP2 with sequences of each rank: its gradients are the mean of the gradients without it."""
+    options: dict[str, int] = {"d_rope": 8, "q_lora_rank": 12}
+    torch.manual_seed(0)
+    mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_nope=8, d_head=8, **options)
+    dsa = nn.DSA(mla, nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, **options))
+    x, sharded = torch.randn(B, 9, D_MODEL) + rank, copy.deepcopy(dsa)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    register_fsdp_forward_method(sharded, "extend")
+    gradients = []
+    for model in (dsa, sharded):
+        with torch.no_grad():
+            generated = model.extend(x[:1], nn.KeyCache(9))
+        y, loss = model(x)
+        torch.testing.assert_close(generated, y[:1])
+        (y.square().mean() + loss).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for gradient in gradients[0]:
+        dist.all_reduce(gradient)
+    alone = torch.cat([gradient.flatten() for gradient in gradients[0]]) / dist.get_world_size()
+    return {"alone": alone, "fsdp": torch.cat([gradient.full_tensor().flatten() for gradient in gradients[1]])}
+
+
 def message(call: Callable[[], object]) -> str:
     try:
         call()
@@ -90,6 +124,8 @@ def compare(rank: int, folder: Path) -> dict[str, object]:
     for s in (16, 13, 1):  # with 1 token the other rank has none
         for scenario in ("alone", "context", "again", "heads", "fsdp"):
             result[scenario, s] = train(scenario, folder, s, 0, STEPS)
+    result["data parallel"] = data_parallel(rank)
+    result["packed"] = packed(None), packed(world)
     result["s"] = message(lambda: ContextShard.zigzag(8 + rank, world))
     result["shape"] = message(lambda: ContextShard.zigzag(8, world).split(torch.zeros(B + rank, 8, D_MODEL)))
     return result

@@ -102,6 +102,7 @@ FREE = {
     "lightning_indexer": {("k_index", 0)},
     "lightning_indexer_backward": {("k_index", 0)},
     "normalize_l1": {("attn", 0), ("attn", 1)},
+    "kv_compress_backward": {("d_out", 0)},
 }
 
 
@@ -206,6 +207,19 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
             {"weight_global": None},
             "weight_global must be a number or a 0-d float32 array; got None",
         ),
+        ("kv_compress", {"ratio": 0}, "ratio must be at least 1; got 0"),
+        ("kv_compress", {"gate": np.zeros((29, 14), np.float32)}, "gate must be float32 [s=29, w=16]; got "),
+        (
+            "kv_compress",
+            {"position_bias": np.zeros((4, 16), np.float32)},
+            "position_bias must be float32 [ratio=3, w=16",
+        ),
+        ("kv_compress", {"position_bias": np.zeros((3, 16))}, "position_bias must be float32"),
+        ("kv_compress", {"cu_compressed": None}, "cu_seqlens and cu_compressed are given together"),
+        ("kv_compress", {"cu_seqlens": None}, "cu_seqlens and cu_compressed are given together"),
+        ("kv_compress", {"cu_seqlens": np.zeros(4, np.int64)}, "cu_seqlens must be int32"),
+        ("kv_compress", {"cu_compressed": np.zeros(3, np.int32)}, "cu_compressed must be int32"),
+        ("kv_compress_backward", {"d_out": np.zeros((9, 16), np.float32)}, "d_out must be "),
         ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
         ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
         ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),
@@ -340,6 +354,7 @@ CHOICES = {
     "nvfp4_matmul": {"out_dtype": "float32", "scale_layout": "plain"},
     "nvfp4_quantize": {"scale_layout": "plain"},
     "nvfp4_dequantize": {"dtype": "float32", "scale_layout": "plain"},
+    "kv_compress": {"out_dtype": "float32"},
 }
 
 

@@ -168,6 +168,14 @@ def test_a_record_and_a_picture(tmp_path: Path) -> None:
     assert picture.read_text().rstrip().endswith("</svg>")
 
 
+def test_the_command_compares_with_packages() -> None:
+    command = Path(sys.executable).with_name("hopwell")
+    for option in ("--peers", "--plot=a.xyz"):
+        program = [command, "bench", "normalize_l1", option, "--shape", "row=1"]
+        result = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+        assert result.returncode == 2 and result.stderr.startswith("hopwell.bench: "), result.stderr
+
+
 def test_disagreement_ends_with_1_and_a_process_that_dies_takes_nothing_else_with_it(tmp_path: Path) -> None:
     (tmp_path / "flashinfer.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "flash_mla.py").write_text(

@@ -47,6 +47,8 @@ def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
     assert result.stdout.count("PASS") == 4
     assert "FAIL" not in result.stdout
     assert "\x1b" not in result.stdout  # no progress bar in a pipe
+    assert "about 4 minutes on two idle cores" in result.stdout.partition("dense")[0]
+    assert result.stdout.count(" left\n") > 40 and "0:00 left" in result.stdout
 
     run = tmp_path / "runs" / "short"
     metrics = json.loads((run / "metrics.json").read_text())
@@ -361,14 +363,25 @@ def test_generation_continues_what_the_model_computes() -> None:
         model.generate(network, tokens[:5], network.size.context, seed=0)
 
 
+def test_remaining_time_covers_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Reporter(console())
+    monkeypatch.setattr(time, "perf_counter", iter((0.0, 100.0, 190.0)).__next__)
+    reporter.expect(3)
+    reporter.finished = 1
+    assert reporter.remaining() == "3:20 left"
+    reporter.finished = 2
+    assert reporter.remaining() == "1:35 left"
+
+
 def test_progress_bar_on_a_terminal() -> None:
     screen = io.StringIO()
     reporter = Reporter(Console(file=screen, force_terminal=True, width=120))
+    reporter.expect(3)
     reporter.begin("sparse", 0, 3)
     for done in (1, 2, 3):
         reporter.step(done, {"loss": 3.21, "indexer_loss": 0.5, "tokens_per_s": 4321.0})
     reporter.end()
     assert "3/3" in screen.getvalue()
-    assert "loss 3.210  indexer 0.500  4,321 tokens/s" in screen.getvalue()
+    assert "loss 3.210  indexer 0.500  4,321 tokens/s  0:00 left" in screen.getvalue()
     reporter.say("x[red]y\x1b[2Jz")  # generated text is not markup and does not clear the screen
     assert "x[red]y\N{REPLACEMENT CHARACTER}[2Jz" in screen.getvalue()

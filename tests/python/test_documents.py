@@ -98,6 +98,22 @@ def test_every_operator_has_its_page(generated: ModuleType) -> None:
         assert f"hopwell::{operator}({{" in program.read_text()
 
 
+def test_every_operator_has_a_family(generated: ModuleType) -> None:
+    assert sorted(name for names in generated.FAMILIES.values() for name in names) == sorted(_ops._OPERATORS)
+
+
+def test_performance_pages_begin_with_times_and_how_to_repeat_them(generated: ModuleType) -> None:
+    pages = [
+        page for page in PAGES if page.parent.name == "performance" and "<!-- generated: summary" in page.read_text()
+    ]
+    assert len(pages) == 7
+    for page in pages:
+        source = ["\n".join(page.read_text().splitlines()[:4])]
+        generated.fill(None, name(page), source)
+        for word in ("| ms |", "rate |", "NVIDIA H", "commit", "`hopwell bench "):
+            assert word in source[0], f"{name(page)}: {word}"
+
+
 def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> None:
     chips = generated.readme_chips()
     assert sorted(chips) == sorted(generated.operators())
@@ -134,8 +150,8 @@ def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> No
 
 
 def test_pages_know_the_refusals_that_tests_have_recorded(generated: ModuleType) -> None:
-    assert "d_qk must be 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
-    assert "d_v must be 512" in generated.other_refusals("sparse_mla_backward")
+    assert "needs d_qk 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
+    assert "needs d_v 512" in generated.other_refusals("sparse_mla_backward")
 
 
 def test_pictures_are_those_of_the_records() -> None:

@@ -1,6 +1,7 @@
 """The small examples of the tutorials: shortened runs with their claims, and invalid inputs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +96,37 @@ def test_a_checkpoint_in_pieces(quantize_checkpoint: Any, tmp_path: Path, capsys
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert quantize_checkpoint.main(["--model", str(tmp_path), "--tokens", "2"]) == 0, capsys.readouterr()
-    written = load_file(tmp_path / "model-nvfp4.safetensors")
-    assert written["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
-    assert written["model.layers.0.mlp.up_proj.weight"].shape == (384, 64)
+    written = load_file(tmp_path / "nvfp4" / "model.safetensors")
+    assert written["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.uint8
+    assert written["model.layers.0.mlp.up_proj.weight_packed"].shape == (384, 64)
+
+
+def test_a_checkpoint_that_is_quantised_already(
+    quantize_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program's own, and the same by ModelOpt's names: the same tokens."""
+    quantize_checkpoint.make_checkpoint(tmp_path)
+    own, other = tmp_path / "own", tmp_path / "other"
+    assert quantize_checkpoint.main(["--model", str(tmp_path), "--output", str(own), "--tokens", "2"]) == 0
+    tokens = re.search(r"generated (.*) in", capsys.readouterr().out)
+    state = {}
+    for name, tensor in load_file(own / "model.safetensors").items():
+        if name.endswith(".weight_global_scale"):
+            name, tensor = name.replace("weight_global_scale", "weight_scale_2"), tensor.reciprocal().reshape(())
+        state[name.replace("weight_packed", "weight")] = tensor
+    config = json.loads((own / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    save_file(state, other / "model.safetensors")
+    for folder in (own, other):
+        assert quantize_checkpoint.main(["--model", str(folder), "--tokens", "2"]) == 0
+        out = capsys.readouterr().out
+        assert tokens and tokens[1] in out and out.count("PASS") == 1
+    config["quantization_config"]["quant_algo"] = "FP8"
+    (other / "config.json").write_text(json.dumps(config))
+    assert quantize_checkpoint.main(["--model", str(other)]) == 2
+    assert "quant_algo of the folder must be NVFP4 or W4A16_NVFP4; got FP8" in capsys.readouterr().err
 
 
 def test_the_model_computes_what_a_loop_over_its_formulas_does(quantize_checkpoint: Any) -> None:
@@ -146,7 +175,7 @@ def test_bad_input_is_one_line(
     assert quantize_checkpoint.main(["--model", str(tmp_path)]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"quantize_checkpoint: {message}") and errors.count("\n") == 1
-    assert not (tmp_path / "model-nvfp4.safetensors").exists()
+    assert not (tmp_path / "nvfp4").exists()
 
 
 def test_help_says_what_they_do(

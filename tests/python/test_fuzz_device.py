@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz import backends, bounds, judge_indexer, right, run
-from fuzz.__main__ import Run, main
+from fuzz.__main__ import Run, groups_of, main
 from fuzz.device import Backwards, DeviceCall
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -181,6 +181,7 @@ count = 0
 def check(call, backend, device):
     global count
     count += 1
+    print("a stray line", flush=True)
     if count == 3:
         os.abort()
     assert count != 2, "planted"
@@ -205,6 +206,12 @@ def test_a_call_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatc
         ("nvfp4_gemv", 5, 25, "the process ended with SIGABRT"),
     ]
     assert summary.ran.total() == 2
+
+
+def test_emulated_backends_are_a_run_of_their_own() -> None:
+    assert groups_of("sm80,emu:sm90,cpu") == [["sm80", "cpu"], ["emu:sm90"]]
+    assert groups_of("emulated")[0] == []
+    assert groups_of(None) == [groups_of("gpus")[0], groups_of("emulated")[1]]
 
 
 def test_command_makes_one_call_again(

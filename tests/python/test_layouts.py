@@ -177,6 +177,26 @@ def _normalize(rng: np.random.Generator) -> Arguments:
     return {"attn": np.abs(_normal(rng, 5, 70, dtype=np.float32)), "out": np.empty((5, 70), np.float32)}
 
 
+def _pooling(rng: np.random.Generator) -> Arguments:
+    return {
+        "kv": _normal(rng, 41, 64),
+        "gate": _normal(rng, 41, 64),
+        "ratio": 4,
+        "position_bias": _normal(rng, 4, 64, dtype=np.float32),
+        "overlap": True,
+        "cu_seqlens": np.array([0, 17, 41], np.int32),
+        "cu_compressed": np.array([0, 4, 10], np.int32),
+    }
+
+
+def _compress(rng: np.random.Generator) -> Arguments:
+    return {**_pooling(rng), "out": np.empty((10, 32), BF16)}
+
+
+def _compress_backward(rng: np.random.Generator) -> Arguments:
+    return {"d_out": _normal(rng, 10, 32), **_pooling(rng)}
+
+
 CALLS: dict[str, tuple[str, Callable[[np.random.Generator], Arguments]]] = {
     "sparse_mla_forward": ("sparse_mla_forward", _forward),
     "sparse_mla_backward": ("sparse_mla_backward", _backward),
@@ -195,6 +215,8 @@ CALLS: dict[str, tuple[str, Callable[[np.random.Generator], Arguments]]] = {
     "nvfp4_quantize": ("nvfp4_quantize", _quantize),
     "nvfp4_dequantize": ("nvfp4_dequantize", _dequantize),
     "normalize_l1": ("normalize_l1", _normalize),
+    "kv_compress": ("kv_compress", _compress),
+    "kv_compress_backward": ("kv_compress_backward", _compress_backward),
 }
 OUTPUTS = ("max_logits", "dq", "dkv", "attn", "row_loss")  # and out and lse, where they are not the forward's
 

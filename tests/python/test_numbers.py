@@ -66,8 +66,8 @@ def test_globals(operator: str, name: str) -> None:
 def test_numbers_of_modules() -> None:
     i, f = np.int64, np.float32
     sizes = {"d_v": 24, "d_rope": 8, "d_nope": 12, "d_head": 10}
-    mla = nn.SparseMLA(i(D_MODEL), i(4), **{name: i(n) for name, n in sizes.items()}, rope_theta=f(1e4))
-    indexer = nn.LightningIndexer(i(D_MODEL), topk=i(6), h_index=i(3), d_index=i(16), d_rope=i(8), rope_theta=f(1e4))
+    mla = nn.SparseMLA(i(D_MODEL), i(4), **{name: i(n) for name, n in sizes.items()}, rope=nn.Rope(f(1e4)))
+    indexer = nn.LightningIndexer(i(D_MODEL), topk=i(6), h_index=i(3), d_index=i(16), d_rope=i(8), rope=nn.Rope(f(1e4)))
     dsa, other, x = make_dsa(), nn.DSA(mla, indexer), torch.randn(2, 9, D_MODEL)
     other.load_state_dict(dsa.state_dict())
     for mode in ("sparse", "warm-up", "dense"):
@@ -78,7 +78,7 @@ def test_numbers_of_modules() -> None:
         counted.length = i(counted.length)
         assert torch.equal(dsa.extend(x[:1, step : step + 1], cache), other.extend(x[:1, step : step + 1], counted))
         assert type(counted.length) is int
-    assert torch.equal(nn.rotate(x, i(3), f(1e4)), nn.rotate(x, 3))
+    assert torch.equal(nn.rotate(x, i(3), nn.Rope(f(1e4))), nn.rotate(x, 3))
     shard = ContextShard.zigzag(i(9))
     assert torch.equal(shard.split(x), x)
     offsets = torch.tensor([0, 4, 9])

@@ -72,6 +72,19 @@ def test_tokens_come_out_as_on_one_rank(compared: list[dict[Any, Any]], scenario
             torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_data_parallel_gradients_are_the_mean(compared: list[dict[Any, Any]]) -> None:
+    for results in compared:
+        gradients = results["data parallel"]
+        torch.testing.assert_close(gradients["fsdp"], gradients["alone"], rtol=1e-4, atol=1e-6)
+
+
+def test_packed_documents_come_out_as_on_one_rank(compared: list[dict[Any, Any]]) -> None:
+    for results in compared:
+        alone, mine = results["packed"]
+        torch.testing.assert_close(mine["y"], alone["y"][:, mine["positions"]], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine["loss"], alone["loss"], rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_that_disagree_all_raise(compared: list[dict[Any, Any]]) -> None:
     for results in compared:
         assert results["s"] == "ContextShard: s must be the same on every rank; got [8], [9] on ranks 0 … 1"

@@ -53,7 +53,7 @@ def refused_by_the_selection(dsa: nn.DSA, x: Tensor, cache: nn.KeyCache) -> None
 
 def refused_keys(dsa: nn.DSA, x: Tensor, cache: nn.KeyCache) -> None:
     """Of `append` itself: each of the two alone would fit."""
-    kv, k_index = dsa.mla.project(x)[1][0], dsa.indexer.project(x)[1][0]
+    kv, k_index = dsa.project(x)[1][0], dsa.indexer.project(x)[1][0]
     wrong: dict[str, tuple[Any, Any]] = {
         r"k_index must be \[s=1, d.*\]; got \[2, 16\]": (kv, k_index.expand(2, -1)),
         r"k_index must be torch.float32 as the cache's is; got torch.float64": (kv, k_index.double()),
@@ -130,7 +130,7 @@ def test_lengths_that_are_none() -> None:
 def test_a_refused_forward_keeps_the_selection(kind: type[nn.DSA]) -> None:
     dsa, x = make_dsa(attn_sink=True), torch.randn(2, 9, D_MODEL)
     if kind is ParallelDSA:
-        dsa, more = ParallelDSA(dsa.mla, dsa.indexer), (ContextShard.zigzag(9),)
+        dsa, more = ParallelDSA(dsa, dsa.indexer), (ContextShard.zigzag(9),)
     else:
         more = ()
     dsa(x, *more)
@@ -139,8 +139,8 @@ def test_a_refused_forward_keeps_the_selection(kind: type[nn.DSA]) -> None:
     for mode, place, name in (
         ("sparse", ops, "sparse_mla" if kind is nn.DSA else "sparse_mla_forward"),
         ("sparse", ops, "attention_distribution"),
-        ("sparse", dsa.mla, "combine"),
-        ("warm-up", dsa.mla, "combine"),
+        ("sparse", dsa, "combine"),
+        ("warm-up", dsa, "combine"),
     ):
         with failing(place, name), pytest.raises(RuntimeError, match="planted"):
             dsa(other, *more, mode)
@@ -155,7 +155,7 @@ def test_modules_without_a_state_keep_their_parameters() -> None:
     dsa, x = make_dsa(attn_sink=True), torch.randn(2, 9, D_MODEL)
     layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 8))
     wrong: list[tuple[torch.nn.Module, Callable[[], object]]] = [
-        (dsa.mla, lambda: dsa.mla(x, torch.zeros(2, 9, 3))),
+        (dsa, lambda: nn.SparseMLA.forward(dsa, x, torch.zeros(2, 9, 3))),
         (dsa.indexer, lambda: dsa.indexer(x.double())),
         (layer, lambda: layer(torch.randn(2, 64).to("meta"))),
         (layer, lambda: layer(torch.randn(2, 63))),
@@ -169,10 +169,10 @@ def test_modules_without_a_state_keep_their_parameters() -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("missing", ["output", "attn_sink"])
+@pytest.mark.parametrize("missing", ["o_proj", "attn_sink"])
 def test_refused_shard_heads_keeps_every_head(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setattr(parallel, "_place", lambda group: (1, 2))
-    mla = make_dsa(attn_sink=True).mla
+    mla = make_dsa(attn_sink=True)
     given = getattr(mla, missing)
     delattr(mla, missing)
     before = dict(mla.state_dict())

@@ -47,7 +47,7 @@ def test_second_derivatives_over_ranks_are_an_error(of_loss: bool) -> None:
     mla = hw.nn.SparseMLA(24, 2, d_v=8, d_rope=4, d_nope=4, d_head=4)
     dsa = ParallelDSA(mla, hw.nn.LightningIndexer(24, topk=3, h_index=2, d_index=8, d_rope=4))
     y, loss = dsa(torch.randn(1, 5, 24), ContextShard.zigzag(5))
-    weight = dsa.indexer.key.weight if of_loss else mla.up_key
+    weight = dsa.indexer.wk.weight if of_loss else mla.kv_b_proj.weight
     with pytest.raises(RuntimeError, match=r"hopwell.torch.parallel has no second derivative"):
         torch.autograd.grad(loss if of_loss else y.sum(), weight, create_graph=True)
 

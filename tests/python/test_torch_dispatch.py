@@ -62,6 +62,13 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
             leaves = x.clone().requires_grad_(), torch.randn(10, dtype=dtype, requires_grad=True)
             samples[f"{op} {name}"] = leaves[0], *quantized, leaves[1]
         samples[f"nvfp4_linear_backward {name}"] = (torch.randn(3, 10).to(dtype), *quantized)
+        pool = [torch.randn(14, 8).to(dtype).requires_grad_() for _ in range(2)]
+        bias, offsets = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 8, 14], dtype=torch.int32)
+        packed = *pool, 3, bias, True, offsets, hw.compressed_lengths(offsets, 3)
+        samples[f"kv_compress {name}"] = packed
+        samples[f"kv_compress {name}, plain"] = *pool, 3, None, False, None, None, "float32"
+        given = (x.detach() if isinstance(x, torch.Tensor) else x for x in packed)
+        samples[f"kv_compress_backward {name}"] = torch.randn(4, 4).to(dtype), *given
         for layout in ("plain", "blocked"):
             samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
         samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <stdexcept>
+#include <vector>
 
 #include "runtime/c_interface.hpp"
 
@@ -15,20 +16,40 @@ namespace {
 struct Problem {
   int size = 0;
   runtime::Device device{};
+};
+struct Plan {
+  int doubled;
+  std::size_t workspace_bytes;
+};
+struct Args {
+  int size = 0;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
+  const char* backend = nullptr;
 };
 
-int launched = 0;
-void launch(const Problem& problem, Stream) {
-  if (problem.size == 7) throw std::bad_alloc();
-  launched = problem.size;
+int checks = 0, plans = 0, launched = 0;
+void* launched_with = nullptr;
+
+Problem check(const Args& args) {
+  ++checks;
+  if (args.size == 8) throw std::bad_alloc();
+  if (args.size == 9) throw std::invalid_argument("surprise");
+  return {.size = args.size};
 }
-const Registration<Problem> cpu{
-    {.name = "cpu",
-     .supports = [](const Problem& p) { return p.size < 100 ? Support{} : Support::no("size must be below 100"); },
-     .workspace_bytes = [](const Problem& p) { return p.size > 50 ? std::size_t{64} : std::size_t{0}; },
-     .launch = launch}};
+PlanOr<Plan> plan_of(const Problem& p) {
+  ++plans;
+  if (p.size >= 100) return Unsupported{"needs size < 100"};
+  return Plan{2 * p.size, p.size > 50 ? std::size_t{64} : std::size_t{0}};
+}
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream) {
+  if (problem.size == 7) throw std::bad_alloc();
+  launched = plan.doubled, launched_with = workspace;
+}
+const Registration cpu{"cpu", plan_of, launch};
+const Entry entry{"op", check};
+
+void run(const Args& args) { entry.run(args, nullptr); }
 
 std::pair<hopwell_status, std::string> failure(const std::function<void()>& call) {
   try {
@@ -40,27 +61,27 @@ std::pair<hopwell_status, std::string> failure(const std::function<void()>& call
 }
 
 TEST(Backend, RunsOnTheBestThatSupportsIt) {
-  run("op", Problem{.size = 5}, nullptr, nullptr);
-  EXPECT_EQ(launched, 5);
-  run("op", Problem{.size = 6}, "cpu", nullptr);
-  EXPECT_EQ(launched, 6);
+  run({.size = 5});
+  EXPECT_EQ(launched, 10);
+  run({.size = 6, .backend = "cpu"});
+  EXPECT_EQ(launched, 12);
 }
 
 TEST(Backend, SaysWhyNoneDoes) {
-  const auto [status, text] = failure([] { run("op", Problem{.size = 100}, nullptr, nullptr); });
+  const auto [status, text] = failure([] { run({.size = 100}); });
   EXPECT_EQ(status, HOPWELL_UNSUPPORTED);
   EXPECT_NE(text.find("op: no backend runs this ("), std::string::npos) << text;
-  EXPECT_NE(text.find("cpu: size must be below 100"), std::string::npos) << text;
+  EXPECT_NE(text.find("cpu: needs size < 100"), std::string::npos) << text;
 }
 
 TEST(Backend, AnUnknownNameNamesTheGoodOnes) {
-  const auto [status, text] = failure([] { run("op", Problem{}, "sm70", nullptr); });
+  const auto [status, text] = failure([] { run({.backend = "sm70"}); });
   EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
   EXPECT_EQ(text, "op: backend must be one of sm100, sm90, sm80, cpu, emu:sm80, emu:sm90, emu:sm100; got sm70");
 }
 
 TEST(Backend, ABackendWithoutAKernelSaysSo) {
-  const auto [status, text] = failure([] { run("op", Problem{}, "emu:sm100", nullptr); });
+  const auto [status, text] = failure([] { run({.backend = "emu:sm100"}); });
   EXPECT_EQ(status, HOPWELL_UNSUPPORTED);
   EXPECT_EQ(text, "op: no backend runs this (emu:sm100: no kernel for this operator)");
 }
@@ -69,33 +90,52 @@ TEST(Backend, Explains) {
   const std::string text = explain(Problem{.size = 1});
   EXPECT_NE(text.find("cpu: chosen"), std::string::npos) << text;
   EXPECT_NE(text.find("emu:sm90: no kernel for this operator"), std::string::npos) << text;
-  EXPECT_NE(explain(Problem{.size = 100}).find("cpu: size must be below 100"), std::string::npos);
+  EXPECT_NE(explain(Problem{.size = 100}).find("cpu: needs size < 100"), std::string::npos);
 }
 
 TEST(Backend, ChecksTheWorkspace) {
-  const auto [status, text] = failure([] { run("op", Problem{.size = 60}, nullptr, nullptr); });
+  const auto [status, text] = failure([] { run({.size = 60}); });
   EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
   EXPECT_EQ(text, "op: workspace must be 64 bytes or more; got 0");
   alignas(16) char scratch[65];
-  EXPECT_EQ(failure([&] {
-              run("op", Problem{.size = 60, .workspace = scratch + 1, .workspace_bytes = 64}, nullptr, nullptr);
-            }).second,
+  EXPECT_EQ(failure([&] { run({.size = 60, .workspace = scratch + 1, .workspace_bytes = 64}); }).second,
             "op: workspace must be aligned to 16 bytes; got an address that is not");
-  EXPECT_EQ(failure([&] {
-              run("op", Problem{.size = 60, .workspace = scratch, .workspace_bytes = 64}, nullptr, nullptr);
-            }).first,
-            HOPWELL_OK);
-  EXPECT_EQ(workspace_bytes("op", Problem{.size = 60}, nullptr), 64U);
+  EXPECT_EQ(failure([&] { run({.size = 60, .workspace = scratch, .workspace_bytes = 64}); }).first, HOPWELL_OK);
+  EXPECT_EQ(entry.workspace_bytes({.size = 60}), 64U);
 }
 
-struct Args {
-  int size = 0;
-  const char* backend = nullptr;
-};
-Problem check(const Args& args) {
-  if (args.size == 8) throw std::bad_alloc();
-  if (args.size == 9) throw std::invalid_argument("surprise");
-  return {.size = args.size};
+TEST(Entry, ACallChecksAndPlansOnce) {
+  alignas(16) char scratch[64];
+  checks = plans = 0;
+  run({.size = 60, .workspace = scratch, .workspace_bytes = 64});
+  EXPECT_EQ(checks, 1);
+  EXPECT_EQ(plans, 1);
+  EXPECT_EQ(launched_with, scratch);
+}
+
+TEST(Entry, AnAllocatorSuppliesTheWorkspaceBetweenPlanAndLaunch) {
+  alignas(16) char scratch[64];
+  std::vector<std::size_t> asked;
+  auto allocate = [&](std::size_t bytes) -> void* {
+    EXPECT_EQ(plans, static_cast<int>(asked.size()) + 1);
+    asked.push_back(bytes);
+    return bytes == 0 ? nullptr : scratch;
+  };
+  checks = plans = 0;
+  for (const int size : {60, 6}) {
+    const WorkspaceAllocator allocator(allocate);
+    run({.size = size});
+    EXPECT_EQ(launched_with, size > 50 ? scratch : nullptr);
+    EXPECT_EQ(failure([] { run({.size = 60}); }).first, HOPWELL_INVALID_ARGUMENT);  // it serves a single call
+    --plans;
+  }
+  EXPECT_EQ(asked, (std::vector<std::size_t>{64, 0}));
+}
+
+TEST(Entry, AnExceptionOfTheAllocatorReachesTheCaller) {
+  auto allocate = [](std::size_t) -> void* { throw std::runtime_error("of the binding"); };
+  const WorkspaceAllocator allocator(allocate);
+  EXPECT_THROW(run({.size = 60}), std::runtime_error);
 }
 
 void from_c(const char*, const Args& from, Args& to) { to = from; }
@@ -103,7 +143,6 @@ void from_c(const char*, const Args& from, Args& to) { to = from; }
 TEST(Entry, ThrowsErrorsThatNameTheOperatorAndNothingElse) {
   using Failure = std::pair<hopwell_status, std::string>;
   const Failure no_memory{HOPWELL_OUT_OF_MEMORY, "op: out of memory"}, surprise{HOPWELL_INTERNAL, "op: surprise"};
-  const Entry entry{"op", check};
   EXPECT_EQ(failure([&] { entry.run({.size = 7}, nullptr); }), no_memory);  // thrown by the backend
   EXPECT_EQ(failure([&] { entry.run({.size = 8}, nullptr); }), no_memory);
   EXPECT_EQ(failure([&] { static_cast<void>(entry.workspace_bytes({.size = 8})); }), no_memory);

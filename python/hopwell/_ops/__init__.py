@@ -4,6 +4,7 @@ from typing import Any
 
 from .. import _hopwell
 from .._arrays import explaining, printable
+from .kv_compress import kv_compress, kv_compress_backward
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
 from .nvfp4 import (
     nvfp4_dequantize,
@@ -33,6 +34,8 @@ _OPERATORS = {
         lightning_indexer_backward,
         indexer_dense_loss,
         normalize_l1,
+        kv_compress,
+        kv_compress_backward,
     )
 }
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hopwell.torch import ops
-from hopwell.torch.nn import backward_may_follow
+from hopwell.torch.nn._module import backward_may_follow
 
 from .._checks import INTEGERS, require
 from ._index_scores import as_int32

@@ -12,6 +12,7 @@ Values that a mask hides are never read here: unused rows and pages may hold NaN
 
 from .attention_distribution import attention_distribution, normalize_l1
 from .indexer_dense_loss import indexer_dense_loss
+from .kv_compress import kv_compress, kv_compress_backward
 from .lightning_indexer import lightning_indexer, lightning_indexer_backward
 from .nvfp4 import (
     nvfp4_dequantize,
@@ -29,6 +30,8 @@ from .sparse_mla import sparse_mla_backward, sparse_mla_forward
 __all__ = [
     "attention_distribution",
     "indexer_dense_loss",
+    "kv_compress",
+    "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
     "normalize_l1",

@@ -4,12 +4,15 @@
 """
 
 from hopwell.torch import nn
-from hopwell.torch._packing import key_ranges
+from hopwell.torch._load_nvfp4 import load_nvfp4
+from hopwell.torch._packing import compressed_lengths, key_ranges
 from hopwell.torch.ops import (
     attention_distribution,
     indexer_dense_loss,
     indexer_loss,
     indexer_scores,
+    kv_compress,
+    kv_compress_backward,
     lightning_indexer,
     lightning_indexer_backward,
     normalize_l1,
@@ -27,12 +30,16 @@ from hopwell.torch.ops import (
 
 __all__ = [
     "attention_distribution",
+    "compressed_lengths",
     "indexer_dense_loss",
     "indexer_loss",
     "indexer_scores",
     "key_ranges",
+    "kv_compress",
+    "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "load_nvfp4",
     "nn",
     "normalize_l1",
     "nvfp4_dequantize",

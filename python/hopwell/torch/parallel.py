@@ -8,12 +8,13 @@ Tensor parallel: a rank has some of the heads, every token and the whole indexer
 over ranks before it is normalised.
 
 >>> shard = ContextShard.zigzag(s, mesh["context"].get_group(), device)
->>> shard_heads(attention.mla, mesh["heads"].get_group())
->>> attention = ParallelDSA(attention.mla, attention.indexer, heads=mesh["heads"].get_group())
+>>> shard_heads(attention, mesh["heads"].get_group())
+>>> attention = ParallelDSA(attention, attention.indexer, heads=mesh["heads"].get_group())
 >>> y, indexer_loss = attention(shard.split(x), shard)
 
 Losses are this rank's part of a sum over the context's ranks: `sum_gradients` adds the parameters' gradients up, or
-FSDP2 does, with `set_gradient_divide_factor(1.0)`.
+FSDP2 does, with `set_gradient_divide_factor(1.0)` and `set_force_sum_reduction_for_comms(True)`. Without the second,
+FSDP2 asks for a scaled sum, which gloo does not have.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,6 +27,9 @@ from torch import Tensor
 
 from hopwell._checks import require
 from hopwell.torch import nn, ops
+from hopwell.torch.nn._module import check_tokens
+from hopwell.torch.nn.dsa import check_mode, has_loss
+from hopwell.torch.nn.pack import Pack
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients, refuse_second_derivative, scaled
 
@@ -89,12 +93,6 @@ class ContextShard:
         if x.ndim < 2 or x.shape[1] != self.s:
             raise ValueError(f"ContextShard.split: x must be [b, s, ...] with s = {self.s}; got {list(x.shape)}")
         return x.index_select(1, self.positions)
-
-    def key_ranges(self, b: int) -> tuple[Tensor, Tensor]:
-        """k_start and k_end of this rank's queries among the keys of b sequences, int32 [b·s_local]: causal."""
-        first = torch.arange(b, device=self.positions.device)[:, None] * self.s
-        end = first + self.positions + 1
-        return first.expand_as(end).flatten().int(), end.flatten().int()
 
     def gather(self, x: Tensor) -> Tensor:
         """This rank's x [b, s_local, d] → every token's, [b, s, d]. Without gradient."""
@@ -232,36 +230,45 @@ class ParallelDSA(nn.DSA):
         self.heads = heads
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, shard: ContextShard, mode: nn.Mode = "sparse", with_loss: bool | None = None
+        self,
+        x: Tensor,
+        shard: ContextShard,
+        mode: nn.Mode = "sparse",
+        with_loss: bool | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        k_start: Tensor | None = None,
+        k_end: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens.
-        with_loss as in `nn.DSA`, the same on every rank.
+        with_loss as in `nn.DSA`, the same on every rank; so are cu_seqlens, k_start and k_end, which are of the whole
+        pack: [1, s, d_model] before it was split.
         """
-        nn.check_mode("ParallelDSA", mode)
-        nn.check_tokens("ParallelDSA", x, self.mla.d_model)
-        with_loss = nn.has_loss(self, mode, with_loss)
+        check_mode("ParallelDSA", mode)
+        check_tokens("ParallelDSA", x, self.d_model, self.kv_a_proj_with_mqa)
+        with_loss = has_loss(self, mode, with_loss)
         b, s_local, _ = x.shape
         if s_local != len(shard.positions):
             raise ValueError(
                 f"ParallelDSA: x must be [b, s_local, d_model] with s_local = {len(shard.positions)};"
                 f" got {list(x.shape)}"
             )
-        start = shard.positions - torch.arange(s_local, device=x.device)
-        q, kv = self.mla.project(x, start)
-        q_index, k_index, weights = self.indexer.project(x.detach(), start)
+        pack = Pack.of("ParallelDSA", x, shard.s, cu_seqlens, k_start, k_end).take(shard.s, shard.positions)
+        (q, kv), (q_index, k_index, weights) = self.project_all(x, pack.start)
         keys, index_keys = shard.gather(kv), shard.gather(k_index)
         q, q_index, weights = (t.flatten(0, 1) for t in (q, q_index, weights))
-        k_start, k_end = shard.key_ranges(b)
-        masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
+        masks: dict[str, Any] = dict(pack.ranges())
         indices = selected = None
         if mode == "sparse":
             indices, _ = ops.lightning_indexer(q_index, index_keys.flatten(0, 1), weights, self.indexer.topk, **masks)
-            selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
+            first = torch.arange(b, device=x.device, dtype=torch.int32)[:, None, None] * shard.s
+            selected = indices.view(b, s_local, indices.shape[1])
+            selected = torch.where(selected < 0, -1, selected - first)
         options: dict[str, Any] = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
-        options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v, "share_keys": self.mla.share_keys}
-        sink = None if self.mla.attn_sink is None else self.mla.attn_sink.float()
+        options |= {"sm_scale": self.sm_scale, "d_v": self.d_v, "share_keys": self.share_keys}
+        sink = None if self.attn_sink is None else self.attn_sink.float()
         out, lse = _SparseMLA.apply(q, kv, keys, sink, options)  # type: ignore[no-untyped-call]
-        y = self.mla.combine(out.view(b, s_local, self.mla.h_q, self.mla.d_v))
+        y = self.combine(out.view(b, s_local, self.h_q, self.d_v))
         loss = None
         if with_loss:
             index = q_index, k_index, weights, index_keys
@@ -285,14 +292,12 @@ class ParallelDSA(nn.DSA):
         def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
             q, keys, lse = attention
             entries = _every_key(shard.s, masks["k_start"], masks["k_end"]) if indices is None else indices
-            attn = ops.attention_distribution(q, keys, entries, lse, self.mla.sm_scale, indices_ascending=True, **masks)
+            attn = ops.attention_distribution(q, keys, entries, lse, self.sm_scale, indices_ascending=True, **masks)
             target = ops.normalize_l1(_sum(attn, self.heads))
             return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
 
         def dense_loss(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            return indexer_dense_loss_and_gradients(
-                *attention, q_index, index_keys, weights, self.mla.sm_scale, **masks
-            )
+            return indexer_dense_loss_and_gradients(*attention, q_index, index_keys, weights, self.sm_scale, **masks)
 
         loss_of = dense_loss if indices is None and _place(self.heads)[1] == 1 else loss_of_target
         loss: Tensor = _IndexerLoss.apply(*index, loss_of, shard)  # type: ignore[no-untyped-call]
@@ -301,7 +306,7 @@ class ParallelDSA(nn.DSA):
 
 def shard_heads(mla: nn.SparseMLA, group: Group) -> None:
     """Keeps this rank's heads of `mla`, the same number on every rank. The ranks' results are summed behind
-    `output`, the gradients of the input before `query`.
+    `o_proj`, the gradients of the input before the projection to the heads' queries.
     """
     rank, ranks = _place(group)
     if mla.h_q % ranks:
@@ -310,13 +315,14 @@ def shard_heads(mla: nn.SparseMLA, group: Group) -> None:
     def part(tensor: Tensor, dim: int = 0) -> torch.nn.Parameter:
         return torch.nn.Parameter(tensor.detach().chunk(ranks, dim)[rank].clone())
 
-    parts = part(mla.query.weight), part(mla.output.weight, 1), part(mla.up_key), part(mla.up_value)
+    queries, up, output = mla.heads_proj, mla.kv_b_proj, mla.o_proj
+    parts = part(queries.weight), part(up.weight), part(output.weight, 1)
     sink = None if mla.attn_sink is None else part(mla.attn_sink)
-    mla.query.weight, mla.output.weight, mla.up_key, mla.up_value = parts  # nothing fails from here on
+    queries.weight, up.weight, output.weight = parts  # nothing fails from here on
     mla.attn_sink = sink
     mla.h_q //= ranks
-    mla.query.register_forward_pre_hook(lambda _, x: (_SumOfGradients.apply(x[0], group),))  # type: ignore[no-untyped-call]
-    mla.output.register_forward_hook(lambda _, x, y: _SumOverRanks.apply(y, group))  # type: ignore[no-untyped-call]
+    queries.register_forward_pre_hook(lambda _, x: (_SumOfGradients.apply(x[0], group),))  # type: ignore[no-untyped-call]
+    output.register_forward_hook(lambda _, x, y: _SumOverRanks.apply(y, group))  # type: ignore[no-untyped-call]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:

@@ -16,11 +16,8 @@ struct Problem {
   float sm_scale = 0;
   bool normalize_l1 = false;
   bool indices_ascending = false;  // a hint of the caller, not checked
-  bool keeps_order = false;        // rows keep their order, because there is no workspace to sort them
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, topk = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const AttentionDistributionArgs& args);

@@ -33,13 +33,12 @@ __global__ void __launch_bounds__(tile::kOrderThreads, tile::kOrderCtas)
 }
 
 // Launches it, and tells a kernel's parameters of the rows.
-inline void order_rows(const Problem& problem, const Ordering& ordering, Params& p, Stream stream) {
-  auto* const workspace = static_cast<std::byte*>(problem.workspace);
-  const tile::OrderedRows ordered{reinterpret_cast<int*>(workspace + ordering.rows),
-                                  reinterpret_cast<uint16_t*>(workspace + ordering.sources),
-                                  reinterpret_cast<int*>(workspace + ordering.lengths)};
+inline void order_rows(const Problem& problem, const Ordering& ordering, Params& p, void* workspace, Stream stream) {
+  const tile::OrderedRows ordered{runtime::at_offset<int>(workspace, ordering.rows),
+                                  runtime::at_offset<uint16_t>(workspace, ordering.sources),
+                                  runtime::at_offset<int>(workspace, ordering.lengths)};
   if (ordering.paces)
-    p.pace = {reinterpret_cast<uint32_t*>(workspace + ordering.progress), p.plan.ctas, kPaceSlack, p.plan.whole_queries,
+    p.pace = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kPaceSlack, p.plan.whole_queries,
               ordering.steps};
   runtime::launch("attention_distribution", order_row,
                   runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,

@@ -59,9 +59,9 @@ HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
 }
 
 inline bool sizes_fit(const Problem& p) { return runtime::fit_in_ints({p.s_q, p.s_kv, p.topk, p.h_q}); }
-constexpr const char* kSizesDoNotFit = "s_q, s_kv, topk and h_q must be below 2^31 - 1024";
+constexpr const char* kSizesThatFit = "needs s_q, s_kv, topk and h_q below 2^31 - 1024";
 
-inline Params params_of(const Problem& problem) {
+inline Params params_of(const Problem& problem, const Plan& plan) {
   Params p{};
   p.selection = tile::params_of(problem.selection);
   p.q = problem.q.as<const bf16>();
@@ -74,7 +74,7 @@ inline Params params_of(const Problem& problem) {
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
   p.normalize_l1 = problem.normalize_l1;
   p.scale_log2 = tile::log2_scale(problem.sm_scale);
-  p.plan = plan_of(problem);
+  p.plan = plan;
   return p;
 }
 

@@ -14,7 +14,7 @@ Plan plan_of(const Problem& problem) {
             .work_tiles = s_q,
             .ctas = 0,
             .alternate = problem.h_q <= kTileHeads};
-  if (rest > 0 && !problem.normalize_l1) {
+  if (rest > 0 && topk > 0 && !problem.normalize_l1) {
     const int tiles = (topk + kTileKeys - 1) / kTileKeys, most = std::min(sms / rest, tiles);
     const int split_tiles = (tiles + most - 1) / most;
     plan.splits = (tiles + split_tiles - 1) / split_tiles;
@@ -27,30 +27,39 @@ Plan plan_of(const Problem& problem) {
 
 namespace {
 
-// How long rows of random keys keep memory busy, of the time that the kernel takes where all keys are in L2. That holds two
-// copies of what both of its halves are asked for. 0 where nothing is known.
+// When sorted rows pay, by the load of memory: the time for which rows of random keys keep memory busy, of the time that
+// the kernel takes if all keys are in L2. Measured on an H200 with s_q 4,096 and topk 2,048; its 132 SMs take
+//
+//     heads       ns of an entry    load with 96 K, 128 K keys    setting
+//     up to 64    0.13              1.30, 1.43                    sorted above a load of 1, throttled above 1.35
+//     more        0.215                                           sorted above a load of 1, never throttled
+//
+// Throttling costs more than it spares where CTAs stay together by themselves.
+constexpr double kNanosecondsOfEntry = 0.13, kNanosecondsOfEntryOfManyHeads = 0.215;
+constexpr int kMeasuredSms = 132;
+constexpr double kLoadOfOrder = 1, kLoadOfPace = 1.35;
+constexpr std::int64_t kLeastOrderedTopk = 256;
+
+// L2 holds two copies of the keys that both of its halves read. 0 if the bandwidth of memory is not known.
 double memory_load(const Problem& p) {
-  const double ns_of_entry = (p.h_q <= kTileHeads ? 0.13 : 0.215) * 132 / p.device.sms;  // by all SMs; seen on an H200
+  const double ns = p.h_q <= kTileHeads ? kNanosecondsOfEntry : kNanosecondsOfEntryOfManyHeads;
+  const double ns_of_entry = ns * kMeasuredSms / p.device.sms;
   const double row_bytes = static_cast<double>(p.d_qk) * 2, kv_bytes = row_bytes * static_cast<double>(p.s_kv);
   const double missing = 1 - static_cast<double>(p.device.l2_bytes) / 2 / kv_bytes;
   return p.device.memory_bytes_per_ns > 0 ? row_bytes * missing / (p.device.memory_bytes_per_ns * ns_of_entry) : 0;
 }
 
-// Whether CTAs stay together well enough by themselves, so that a common pace would cost more than the bytes that it spares:
-// with more heads, or where not much more is read than memory can give. Seen on an H200, whose load is 1.30 with 96 K keys
-// and 1.43 with 128 K.
-bool stays_together(const Problem& p) {
-  constexpr double kLoadOfPace = 1.35;
-  return p.h_q > kTileHeads || memory_load(p) <= kLoadOfPace;
-}
+// True if CTAs stay together well enough without throttling.
+bool stays_together(const Problem& p) { return p.h_q > kTileHeads || memory_load(p) <= kLoadOfPace; }
 
-// The emulator's own profile, which is no chip and knows no speed, has such rows as soon as there are two, for keys beyond its
-// L2. Rows that ascend are only copied if CTAs throttle: that needs rows with a known number of valid entries.
+// The emulator's own profile, which is no chip and knows no bandwidth, sorts two rows or more if the keys do not fit in
+// its L2. Rows that ascend are only copied if CTAs throttle: that needs rows with a known number of valid entries.
 bool orders_rows(const Problem& p) {
-  if (p.keeps_order || p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
+  if (p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
   if (p.device.capability == 0)
     return p.s_q >= 2 && p.topk > 0 && static_cast<std::size_t>(p.s_kv * p.d_qk * 2) > p.device.l2_bytes;
-  return p.s_q >= p.device.sms && p.topk >= 256 && memory_load(p) > 1 && !(p.indices_ascending && stays_together(p));
+  return p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk && memory_load(p) > kLoadOfOrder &&
+         !(p.indices_ascending && stays_together(p));
 }
 
 }  // namespace
@@ -60,15 +69,13 @@ Ordering ordering_of(const Problem& p) {
   o.orders_rows = orders_rows(p);
   if (!o.orders_rows) return o;
   o.steps = static_cast<int>((p.topk + kTileKeys * kPaceTiles - 1) / (kTileKeys * kPaceTiles));
-  // The count of all steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
-  o.paces = !stays_together(p) && !p.device.emulated() && p.s_q * o.steps < std::int64_t{1} << 31;
-  const auto take = [&o](std::int64_t bytes) {
-    const std::size_t offset = o.bytes;
-    o.bytes += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
-    return offset;
-  };
-  o.rows = take(4 * p.s_q * p.topk), o.sources = take(2 * p.s_q * p.topk), o.lengths = take(4 * p.s_q);
-  if (o.paces) o.progress = take(sizeof(std::uint32_t));
+  // The count of all steps must fit.
+  o.paces = !stays_together(p) && p.device.concurrent_ctas && p.s_q * o.steps < std::int64_t{1} << 31;
+  runtime::WorkspaceLayout layout;
+  o.rows = layout.reserve(4 * p.s_q * p.topk), o.sources = layout.reserve(2 * p.s_q * p.topk);
+  o.lengths = layout.reserve(4 * p.s_q);
+  if (o.paces) o.progress = layout.reserve(sizeof(std::uint32_t));
+  o.bytes = layout.bytes;
   return o;
 }
 

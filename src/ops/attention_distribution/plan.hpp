@@ -3,6 +3,7 @@
 
 #include "arch/platform.hpp"
 #include "ops/attention_distribution/op.hpp"
+#include "runtime/workspace.hpp"
 
 namespace hopwell::ops::attention_distribution {
 
@@ -49,5 +50,12 @@ struct Ordering {
   std::size_t bytes = 0;
 };
 Ordering ordering_of(const Problem& problem);
+
+// The plan of a call by kernels that sort rows. A launch without a workspace keeps the order of the rows.
+struct OrderedPlan {
+  Plan tiles;
+  Ordering ordering;
+  std::size_t workspace_bytes;
+};
 
 }  // namespace hopwell::ops::attention_distribution

@@ -4,32 +4,32 @@
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  using runtime::Support;
-  if (p.q.dtype != DType::kBFloat16) return Support::no("q and kv must be bfloat16");
-  if (p.d_qk != 576 && p.d_qk != 512) return Support::no("d_qk must be 576 or 512");
-  if (!sizes_fit(p)) return Support::no(kSizesDoNotFit);
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
+  if (!sizes_fit(p)) return Unsupported{kSizesThatFit};
   if (!tile::can_map(p.q, {0, 1}) || !tile::can_map(p.kv, {0}))
-    return Support::no("rows of q and kv must be 16-byte aligned, in ascending order");
-  if (!tile::can_gather(p.kv.data, p.s_kv, p.kv.stride[0])) return Support::no("rows of kv must lie within 64 GiB");
-  return {};
+    return Unsupported{"needs rows of q and kv 16-byte aligned, with positive strides"};
+  if (!tile::can_gather(p.kv.data, p.s_kv, p.kv.stride[0])) return Unsupported{"needs rows of kv within 64 GiB"};
+  return plan_of(p);
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, Stream stream) {
+void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) {
   constexpr auto kSwizzle = arch::Swizzle::bytes128;
-  const GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, 64, kSwizzle),
+  const GatherParams p{params_of(problem, plan), tile::map_of_rows(problem.kv, problem.q, 64, kSwizzle),
                        tile::map_of(problem.q, {{2, 64}, {1, kHeadsAtATime}, {0, 1}}, kSwizzle)};
   runtime::launch("attention_distribution", kernel<kDqk>,
                   runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
   if (problem.s_q == 0 || problem.topk == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
+  problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

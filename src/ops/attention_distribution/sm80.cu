@@ -4,15 +4,14 @@
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  using runtime::Support;
-  if (p.q.dtype != DType::kBFloat16) return Support::no("q and kv must be bfloat16");
-  if (p.d_qk % 16 != 0 || p.d_qk > Config::kMaxColumns)
-    return Support::no("d_qk must be a multiple of 16, at most 576");
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if (p.d_qk % 16 != 0 || p.d_qk > Config::kMaxColumns) return Unsupported{"needs d_qk a multiple of 16, at most 576"};
   if (!tile::row_major<bf16>(p.q, 2).in_chunks || !tile::row_major<bf16>(p.kv, 1).in_chunks)
-    return Support::no("rows of q and kv must be 16-byte aligned");
-  if (!sizes_fit(p)) return Support::no(kSizesDoNotFit);
-  return {};
+    return Unsupported{"needs rows of q and kv 16-byte aligned"};
+  if (!sizes_fit(p)) return Unsupported{kSizesThatFit};
+  return plan_of(p);
 }
 
 template <int kHeadWarps>
@@ -21,9 +20,9 @@ void launch_with_warps(const Params& p, Stream stream) {
                   runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
   if (problem.s_q == 0 || problem.topk == 0) return;
-  const Params p = params_of(problem);
+  const Params p = params_of(problem, plan);
   if (p.h_q > 64)
     launch_with_warps<8>(p, stream);
   else if (p.h_q > 32)
@@ -34,7 +33,7 @@ void launch(const Problem& problem, Stream stream) {
     launch_with_warps<1>(p, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -5,11 +5,13 @@
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
-  if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
-  if (!sizes_fit(p)) return runtime::Support::no(kSizesDoNotFit);
-  return {};
+runtime::PlanOr<OrderedPlan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
+  if (!sizes_fit(p)) return Unsupported{kSizesThatFit};
+  const Ordering ordering = ordering_of(p);
+  return OrderedPlan{plan_of(p), ordering, ordering.bytes};
 }
 
 // Whether rows of q and kv can be copied in units of 16 bytes.
@@ -25,24 +27,22 @@ auto kernel_of(bool alternate, bool ordered) {
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, Stream stream) {
-  Params p = params_of(problem);
+void launch_with_width(const Problem& problem, const OrderedPlan& plan, void* workspace, Stream stream) {
+  Params p = params_of(problem, plan.tiles);
   p.aligned = is_aligned(p, problem);
-  const Ordering ordering = ordering_of(problem);
-  if (ordering.orders_rows) order_rows(problem, ordering, p, stream);
-  runtime::launch("attention_distribution", kernel_of<kDqk>(p.plan.alternate, ordering.orders_rows),
+  const bool ordered = plan.ordering.orders_rows && workspace != nullptr;
+  if (ordered) order_rows(problem, plan.ordering, p, workspace, stream);
+  runtime::launch("attention_distribution", kernel_of<kDqk>(p.plan.alternate, ordered),
                   runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const OrderedPlan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0 || problem.topk == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
+  const auto launch_it = problem.d_qk == 576 ? launch_with_width<576> : launch_with_width<512>;
+  launch_it(problem, plan, workspace, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend,
-                                              .supports = supports,
-                                              .workspace_bytes = [](const Problem& p) { return ordering_of(p).bytes; },
-                                              .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -28,12 +28,12 @@ IndexOperands check_index_operands(Checker& check, const Args& args,
 }
 
 // The reason why the GPU kernels of both operators do not support these sizes, or null.
-inline const char* refused_on_gpus(const IndexOperands& p, std::int64_t topk) {
+inline const char* unsupported_on_gpus(const IndexOperands& p, std::int64_t topk) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.d_index > 128) return "d_index must be at most 128";
-  if (p.s_q >= kLimit || topk >= kLimit) return "s_q and topk must be below 2^31";
-  if (p.s_kv >= kLimit / 2) return "s_kv must be below 2^30";  // so that keys past the last one fit in an int
-  if (p.h_index >= kLimit / 64) return "h_index must be below 2^25";
+  if (p.d_index > 128) return "needs d_index at most 128";
+  if (p.s_q >= kLimit || topk >= kLimit) return "needs s_q and topk below 2^31";
+  if (p.s_kv >= kLimit / 2) return "needs s_kv below 2^30";  // so that keys past the last one fit in an int
+  if (p.h_index >= kLimit / 64) return "needs h_index below 2^25";
   return nullptr;
 }
 

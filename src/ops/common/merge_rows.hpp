@@ -14,15 +14,14 @@ static_assert(kMostMembers <= tile::kMostMembers && kLongestMergedRow <= tile::k
 
 // Parameters of the kernel. `most`: largest ratio of union length to sum of row lengths for which merging pays.
 template <class Problem>
-tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups, const MergedRowsPlace& place,
-                               float most) {
-  auto* const workspace = static_cast<std::byte*>(problem.workspace);
+tile::MergeParams merge_params(const Problem& problem, void* workspace, const QueryGroups& groups,
+                               const MergedRowsPlace& place, float most) {
   return {tile::params_of(problem.selection),
           groups.members,
           tile::MergeStorage::words_of(groups.members),
-          reinterpret_cast<int*>(workspace + place.keys),
-          reinterpret_cast<uint8_t*>(workspace + place.holders),
-          reinterpret_cast<int*>(workspace + place.lengths),
+          runtime::at_offset<int>(workspace, place.keys),
+          runtime::at_offset<uint8_t>(workspace, place.holders),
+          runtime::at_offset<int>(workspace, place.lengths),
           most};
 }
 

@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "runtime/check.hpp"
+#include "runtime/workspace.hpp"
 
 namespace hopwell::ops {
 
@@ -36,13 +37,13 @@ QueryGroups query_groups(const Problem& p, std::int64_t tile_heads, std::initial
   return {static_cast<int>(members), p.s_q / members};
 }
 
-// take(bytes): reserves `bytes` bytes of the workspace and returns their offset.
-template <class Take>
-MergedRowsPlace place_merged_rows(const QueryGroups& groups, std::int64_t topk, const Take& take) {
+inline MergedRowsPlace place_merged_rows(const QueryGroups& groups, std::int64_t topk,
+                                         runtime::WorkspaceLayout& layout) {
   if (groups.count == 0) return {};
   const std::int64_t entries = groups.count * groups.members * topk;
   MergedRowsPlace place;
-  place.keys = take(4 * entries), place.holders = take(entries), place.lengths = take(4 * groups.count);
+  place.keys = layout.reserve(4 * entries), place.holders = layout.reserve(entries);
+  place.lengths = layout.reserve(4 * groups.count);
   return place;
 }
 

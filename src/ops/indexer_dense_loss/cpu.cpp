@@ -5,18 +5,23 @@
 namespace hopwell::ops::indexer_dense_loss {
 namespace {
 
-constexpr const char* kBackend = "cpu";
+// A plan whose workspace the launch allocates, because the workspace of the CPU is always 0 bytes.
+struct CpuPlan {
+  Plan plan;
+};
 
-void launch(const Problem& problem, Stream stream) {
-  Problem p = problem;
-  p.workspace_bytes = workspace_bytes_on(kBackend, p);
-  const cpu::Scratch<double> workspace(static_cast<std::int64_t>(p.workspace_bytes / sizeof(double)));
-  p.workspace = workspace.get();
-  launch_on(kBackend, p, stream);
+runtime::PlanOr<CpuPlan> plan(const Problem& p) {
+  auto planned = plan_on("cpu", p);
+  if (auto* unsupported = std::get_if<runtime::Unsupported>(&planned)) return std::move(*unsupported);
+  return CpuPlan{std::get<Plan>(std::move(planned))};
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = kBackend, .supports = [](const Problem& p) { return supports_on(kBackend, p); }, .launch = launch}};
+void launch_on_cpu(const Problem& p, const CpuPlan& planned, void* /*workspace*/, Stream stream) {
+  const cpu::Scratch<double> workspace(static_cast<std::int64_t>(planned.plan.workspace_bytes / sizeof(double)));
+  launch(p, planned.plan, workspace.get(), stream);
+}
+
+const runtime::Registration backend{"cpu", plan, launch_on_cpu};
 
 }  // namespace
 }  // namespace hopwell::ops::indexer_dense_loss

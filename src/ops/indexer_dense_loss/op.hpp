@@ -16,8 +16,6 @@ struct Problem : IndexOperands, IndexGradients {  // of the indexer; the attenti
   float sm_scale = 0;
   Visibility visibility;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const IndexerDenseLossArgs& args);

@@ -5,13 +5,9 @@
 namespace hopwell::ops::indexer_dense_loss::HOPWELL_TARGET {
 namespace {
 
-using runtime::kBackend;
+runtime::PlanOr<Plan> plan(const Problem& p) { return plan_on(runtime::kBackend, p); }
 
-const runtime::Registration<Problem> backend{
-    {.name = kBackend,
-     .supports = [](const Problem& p) { return supports_on(kBackend, p); },
-     .workspace_bytes = [](const Problem& p) { return workspace_bytes_on(kBackend, p); },
-     .launch = [](const Problem& p, Stream stream) { launch_on(kBackend, p, stream); }}};
+const runtime::Registration backend{runtime::kBackend, plan, indexer_dense_loss::launch};
 
 }  // namespace
 }  // namespace hopwell::ops::indexer_dense_loss::HOPWELL_TARGET

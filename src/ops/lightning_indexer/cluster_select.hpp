@@ -214,25 +214,26 @@ __global__ void __launch_bounds__(32 * kWarps) select_keys_in_cluster(const __gr
 
 // Launches CTAs of kWarps warps, if the device can hold all CTAs of a cluster at the same time. Else returns false.
 template <int kWarps>
-bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, std::int64_t first, std::int64_t count,
-                        Stream stream) {
+bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, const void* workspace, std::int64_t first,
+                        std::int64_t count, Stream stream) {
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
                                 .threads = 32 * kWarps,
                                 .cluster = plan.cluster,
                                 .shared_bytes = ClusterSelectStorage::bytes()};
   if (runtime::clusters_that_fit<select_keys_in_cluster<kWarps>>(problem.device, shape) == 0) return false;
-  runtime::launch(kName, select_keys_in_cluster<kWarps>, shape, stream, select_params(problem, first, plan));
+  runtime::launch(kName, select_keys_in_cluster<kWarps>, shape, stream, select_params(problem, workspace, first, plan));
   return true;
 }
 
 // Selects for `count` queries from `first` on; in clusters if planned and if a cluster fits on the device.
-void launch_cluster_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+void launch_cluster_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
+                           Stream stream) {
   const SelectPlan plan = plan_cluster_select(problem, count);
   const auto launch = plan.warps == 8    ? launch_in_clusters<8>
                       : plan.warps == 16 ? launch_in_clusters<16>
                                          : launch_in_clusters<32>;
-  if (plan.cluster == 0 || !launch(problem, plan, first, count, stream))
-    launch_sampled_select(problem, first, count, stream);
+  if (plan.cluster == 0 || !launch(problem, plan, workspace, first, count, stream))
+    launch_sampled_select(problem, workspace, first, count, stream);
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

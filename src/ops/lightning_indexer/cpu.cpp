@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "ops/lightning_indexer/op.hpp"
+#include "tile/ceil_div.hpp"
 #include "tile/cpu/index_score.hpp"
 #include "tile/cpu/parallel.hpp"
 #include "tile/cpu/vector.hpp"
@@ -28,7 +29,7 @@ constexpr std::int64_t kMaxQueries = 64;  // queries per block, each with a cand
 constexpr std::int64_t kMinItems = 16;    // for fewer blocks of queries the keys are split
 constexpr std::int64_t kMinSplit = 4096;  // minimum number of keys per split
 
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 
 // A list of candidates in ascending order of key. It holds the topk best and at most a tile or topk more.
 class Candidates {
@@ -276,7 +277,7 @@ void launch(const Problem& p, Stream /*stream*/) {
       });
 }
 
-const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};
+const runtime::Registration cpu_backend{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer

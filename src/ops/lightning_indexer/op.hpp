@@ -18,8 +18,6 @@ struct Problem : IndexOperands {
   std::int64_t topk = 0;
   bool relu = true;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const LightningIndexerArgs& args);

@@ -2,12 +2,14 @@
 
 #include <bit>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::lightning_indexer {
 namespace {
 
 constexpr std::int64_t kTileRows = 64;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 int to_int(std::int64_t x) { return static_cast<int>(x); }
 
 // `groups_per_slice`(key blocks, groups, tiles per group) chooses the length of a slice.
@@ -31,13 +33,10 @@ ScorePlan plan_score(const Problem& p, std::int64_t queries, std::int64_t keys_p
 
 }  // namespace
 
-std::int64_t queries_at_a_time(const Problem& p) {
+Plan plan_of(const Problem& p) {
   constexpr std::int64_t kFloats = 1 << 24, kLeast = 32;  // 64 MiB of scores
-  return std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));
-}
-
-std::size_t workspace_bytes(const Problem& p) {
-  return p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(queries_at_a_time(p) * p.s_kv);
+  const std::int64_t together = std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));
+  return {together, p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(together * p.s_kv)};
 }
 
 ScorePlan plan_mma_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta) {

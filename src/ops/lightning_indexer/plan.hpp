@@ -13,13 +13,16 @@ inline bool masked(const Problem& p) {
 }
 
 // The workspace holds the scores of this many queries. The kernels run for them, then for the next ones.
-std::int64_t queries_at_a_time(const Problem& p);
-std::size_t workspace_bytes(const Problem& p);
+struct Plan {
+  std::int64_t queries_at_a_time;
+  std::size_t workspace_bytes;
+};
+Plan plan_of(const Problem& p);
 // Calls run(first query, number of queries) for one group of queries after another.
 template <class Run>
-void for_each_pass(const Problem& p, Run run) {
+void for_each_pass(const Problem& p, const Plan& plan, Run run) {
   if (p.topk == 0) return;
-  const std::int64_t together = queries_at_a_time(p);
+  const std::int64_t together = plan.queries_at_a_time;
   for (std::int64_t first = 0; first < p.s_q; first += together) run(first, std::min(together, p.s_q - first));
 }
 

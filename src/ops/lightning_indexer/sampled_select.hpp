@@ -464,16 +464,17 @@ __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
 }
 
 // Selects for `count` queries from `first` on; with an estimate if planned.
-void launch_sampled_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+void launch_sampled_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
+                           Stream stream) {
   const SelectPlan plan = plan_sampled_select(problem, count);
-  if (plan.warps == 0) return launch_select(problem, first, count, stream);
+  if (plan.warps == 0) return launch_select(problem, workspace, first, count, stream);
   const auto kernel = plan.warps == 4    ? select_keys_by_guess<4>
                       : plan.warps == 8  ? select_keys_by_guess<8>
                       : plan.warps == 16 ? select_keys_by_guess<16>
                                          : select_keys_by_guess<32>;
   runtime::launch(kName, kernel,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
-                  select_params(problem, first, plan));
+                  select_params(problem, workspace, first, plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

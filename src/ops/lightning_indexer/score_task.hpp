@@ -135,8 +135,9 @@ HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp
                  ceil_div(seeing.end - seeing.first, slices) * p.tiles_per_query);
 }
 
-// Parameters for `count` queries from `first` on.
-ScoreTask score_task(const Problem& problem, const ScorePlan& plan, std::int64_t first, std::int64_t count) {
+// Parameters for `count` queries from `first` on, whose scores go to the workspace.
+ScoreTask score_task(const Problem& problem, const ScorePlan& plan, void* workspace, std::int64_t first,
+                     std::int64_t count) {
   ScoreTask p{plan.queries};
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
@@ -144,7 +145,7 @@ ScoreTask score_task(const Problem& problem, const ScorePlan& plan, std::int64_t
   p.q_scale_stride = problem.q_scale ? problem.q_scale.stride[0] : 0;
   p.k_scale_stride = problem.k_scale ? problem.k_scale.stride[0] : 0;
   p.masked = masked(problem), p.visibility = problem.visibility;
-  p.scores = static_cast<float*>(problem.workspace);
+  p.scores = static_cast<float*>(workspace);
   p.first_query = first, p.pitch = problem.s_kv;
   p.queries = static_cast<int>(count);
   p.heads = static_cast<int>(problem.h_index), p.s_kv = static_cast<int>(problem.s_kv);

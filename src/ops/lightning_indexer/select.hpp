@@ -270,10 +270,11 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys(const __grid
   for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) write_visible(row, i);
 }
 
-SelectParams select_params(const Problem& problem, std::int64_t first_query, const SelectPlan& plan) {
+SelectParams select_params(const Problem& problem, const void* workspace, std::int64_t first_query,
+                           const SelectPlan& plan) {
   SelectParams p{};
   p.visibility = problem.visibility;
-  p.scores = static_cast<const float*>(problem.workspace), p.first_query = first_query, p.pitch = problem.s_kv;
+  p.scores = static_cast<const float*>(workspace), p.first_query = first_query, p.pitch = problem.s_kv;
   p.indices = problem.indices.as<int>(), p.indices_stride = problem.indices.stride[0];
   p.top_scores = problem.scores.as<float>(), p.top_stride = problem.scores.stride[0];
   p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
@@ -282,11 +283,12 @@ SelectParams select_params(const Problem& problem, std::int64_t first_query, con
 }
 
 // Selects for `count` queries from `first` on.
-void launch_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+void launch_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
+                   Stream stream) {
   const SelectPlan plan = plan_select(problem, count);
   runtime::launch(kName, select_keys,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.digit_bits)), stream,
-                  select_params(problem, first, plan));
+                  select_params(problem, workspace, first, plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

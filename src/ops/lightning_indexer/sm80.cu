@@ -8,25 +8,24 @@
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  const char* refused = refused_on_gpus(p, p.topk);
-  return refused == nullptr ? runtime::Support{} : runtime::Support::no(refused);
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  if (const char* reason = unsupported_on_gpus(p, p.topk)) return runtime::Unsupported{reason};
+  return plan_of(p);
 }
 
-void launch(const Problem& problem, Stream stream) {
-  for_each_pass(problem, [&](std::int64_t first, std::int64_t count) {
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  for_each_pass(problem, plan, [&](std::int64_t first, std::int64_t count) {
     if (problem.s_kv > 0) {
       const auto score = problem.q.dtype == DType::kBFloat16     ? launch_score<arch::bf16>
                          : problem.q.dtype == DType::kFloat8E4m3 ? launch_score<arch::e4m3>
                                                                  : launch_score<float>;
-      score(problem, first, count, stream);
+      score(problem, workspace, first, count, stream);
     }
-    launch_select(problem, first, count, stream);
+    launch_select(problem, workspace, first, count, stream);
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

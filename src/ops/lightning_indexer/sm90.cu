@@ -11,25 +11,24 @@
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  using runtime::Support;
-  if (p.q.dtype == DType::kFloat32) return Support::no("q_index and k_index must be bfloat16 or float8_e4m3fn");
-  if (!tile::can_map(p.q, {0, 1})) return Support::no("q_index must have rows of 16-byte pieces");
-  if (!tile::can_map(p.k, {0})) return Support::no("k_index must have rows of 16-byte pieces");
-  const char* refused = refused_on_gpus(p, p.topk);
-  return refused == nullptr ? Support{} : Support::no(refused);
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype == DType::kFloat32) return Unsupported{"needs bfloat16 or float8_e4m3fn q_index and k_index"};
+  if (!tile::can_map(p.q, {0, 1})) return Unsupported{"needs rows of q_index 16-byte aligned, with positive strides"};
+  if (!tile::can_map(p.k, {0})) return Unsupported{"needs rows of k_index 16-byte aligned, with positive strides"};
+  if (const char* reason = unsupported_on_gpus(p, p.topk)) return Unsupported{reason};
+  return plan_of(p);
 }
 
-void launch(const Problem& problem, Stream stream) {
-  for_each_pass(problem, [&](std::int64_t first, std::int64_t count) {
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  for_each_pass(problem, plan, [&](std::int64_t first, std::int64_t count) {
     const auto score = problem.q.dtype == DType::kBFloat16 ? launch_score<arch::bf16> : launch_score<arch::e4m3>;
-    if (problem.s_kv > 0) score(problem, first, count, stream);
-    launch_cluster_select(problem, first, count, stream);
+    if (problem.s_kv > 0) score(problem, workspace, first, count, stream);
+    launch_cluster_select(problem, workspace, first, count, stream);
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -27,7 +27,7 @@ constexpr std::int64_t kKeyRanges = 16;                // ranges that are added 
 
 // A thread's scratch: one query and one tile of its keys.
 struct State {
-  explicit State(const Problem& p)
+  explicit State(const PassProblem& p)
       : tile(std::clamp(kDotFloats / p.h_index / kLaneBlock * kLaneBlock, kLaneBlock,
                         std::min(kMaxEntryTile, padded(p.topk)))),
         q(p.h_index * p.d_index),
@@ -46,7 +46,7 @@ struct State {
 
 // Lists the entries of row s with visible keys in `keys` and their targets or gradients in state.given. Returns their
 // number, or 0 if all targets or gradients are zero.
-std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
+std::int64_t load_entries(const PassProblem& p, std::int64_t s, std::int32_t* keys, State& state) {
   const View& given = p.d_scores ? p.d_scores : p.target;
   const auto* row = given.as<const float>() + s * given.stride[0];
   const KeyRange visible = p.visibility.keys(s, p.s_kv);
@@ -68,7 +68,7 @@ std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, 
 }
 
 // state.k: the keys as float rows, padded with zeros to a multiple of kLaneBlock. state.dot[j, i] = q_j . k_i.
-void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
+void multiply(const PassProblem& p, const std::int32_t* keys, std::int64_t count, State& state) {
   for (std::int64_t i = 0; i < count; ++i) load(p.k, keys[i] * p.k.stride[0], state.k.get() + i * p.d_index, p.d_index);
   std::fill(state.k.get() + count * p.d_index, state.k.get() + padded(count) * p.d_index, 0.0F);
   state.products.nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
@@ -76,7 +76,7 @@ void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, St
 }
 
 // state.score of all entries; NaN counts as -inf.
-void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
+void score_entries(const PassProblem& p, const std::int32_t* keys, std::int64_t count, State& state) {
   float* score = state.score.get();
   std::fill_n(score, padded(count), 0.0F);
   for (std::int64_t first = 0; first < count; first += state.tile) {
@@ -87,12 +87,12 @@ void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t coun
   std::replace_if(score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
 }
 
-float row_weight(const Problem& p, std::int64_t s) {
+float row_weight(const PassProblem& p, std::int64_t s) {
   return p.row_weights ? p.row_weights.as<const float>()[s * p.row_weights.stride[0]] : 1.0F;
 }
 
 // Factor of the gradients of query s.
-float factor_of(const Problem& p, std::int64_t s) {
+float factor_of(const PassProblem& p, std::int64_t s) {
   const float d_loss = p.d_loss_array ? *p.d_loss_array.as<const float>() : p.d_loss;
   return d_loss * row_weight(p, s);
 }
@@ -136,7 +136,7 @@ bool scale_gradient(float factor, std::int64_t count, State& state) {
 
 // From state.g: state.d_q, state.d_weights, and part[i, :], the contribution of entry i to dk. The key of an entry
 // without a score is set to -1.
-void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, State& state, float* part) {
+void input_gradients(const PassProblem& p, std::int32_t* keys, std::int64_t count, State& state, float* part) {
   const std::int64_t d = p.d_index, ld = state.tile;
   std::fill_n(state.d_weights.get(), p.h_index, 0.0F);
   for (std::int64_t first = 0; first < count; first += state.tile) {
@@ -164,7 +164,7 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
 
 // Query s: writes its rows of d_q and d_weights, its unweighted loss, and keys[i], part[i, :] for the entries that
 // contribute to dk. Returns their number.
-std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std::int32_t* keys, float* part,
+std::int64_t query_gradients(const PassProblem& p, std::int64_t s, State& state, std::int32_t* keys, float* part,
                              double& loss) {
   loss = 0;
   std::int64_t count = load_entries(p, s, keys, state);
@@ -192,7 +192,7 @@ std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std
 
 // Contributions of a wave of queries to dk: rows of entries, and their keys.
 struct Wave {
-  Wave(const Problem& p, std::int64_t part_floats)
+  Wave(const PassProblem& p, std::int64_t part_floats)
       : queries(std::min(std::clamp(kWaveFloats / part_floats, kMinWave, kMaxWave), p.s_q)),
         part_floats(part_floats),
         parts(queries * part_floats),
@@ -204,7 +204,7 @@ struct Wave {
   Scratch<std::int64_t> counts;
 };
 
-void add_wave(const Problem& p, const Wave& wave, std::int64_t queries) {
+void add_wave(const PassProblem& p, const Wave& wave, std::int64_t queries) {
   auto* d_k = p.d_k.as<float>();
   const std::int64_t range = (p.s_kv + kKeyRanges - 1) / kKeyRanges;
   cpu::parallel_for(kKeyRanges, [&](std::int64_t item) {
@@ -220,7 +220,7 @@ void add_wave(const Problem& p, const Wave& wave, std::int64_t queries) {
 }
 
 // The loss over all passes; losses [s_q] are not weighted yet.
-void store_loss(const Problem& p, const double* losses) {
+void store_loss(const PassProblem& p, const double* losses) {
   double loss = 0;
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     if (p.row_loss) p.row_loss.as<float>()[s * p.row_loss.stride[0]] = static_cast<float>(losses[s]);
@@ -230,7 +230,7 @@ void store_loss(const Problem& p, const double* losses) {
 }
 
 // Processes the queries of a pass as a separate problem: their gradients and losses, and their contributions to d_k.
-void add_queries(const Problem& p, double* losses) {
+void add_queries(const PassProblem& p, double* losses) {
   const Wave wave(p, std::max(p.topk, std::int64_t{1}) * p.d_index);
   for (std::int64_t s0 = 0; s0 < p.s_q; s0 += wave.queries) {
     const std::int64_t queries = std::min(wave.queries, p.s_q - s0);
@@ -244,7 +244,7 @@ void add_queries(const Problem& p, double* losses) {
   }
 }
 
-void launch(const Problem& p, Stream /*stream*/) {
+void launch_pass(const PassProblem& p, Stream /*stream*/) {
   const Scratch<double> own(p.losses ? 0 : p.s_q);
   double* const losses = p.losses ? p.losses.as<double>() : own.get();
   for (std::int64_t t = 0; t < p.s_kv && p.first_pass(); ++t)
@@ -253,7 +253,10 @@ void launch(const Problem& p, Stream /*stream*/) {
   if (p.last_pass()) store_loss(p, losses);
 }
 
-const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};
+void launch(const Problem& p, Stream stream) { launch_pass(single_pass(p), stream); }
+
+const runtime::Registration passes{"cpu", launch_pass};
+const runtime::Registration cpu_backend{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward

@@ -17,13 +17,12 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   p.visibility = check_key_ranges(check, args.selection);
   static_cast<IndexGradients&>(p) = check_index_gradients(check, args, p, !p.d_scores);
   p.topk = check["topk"];
-  p.pass_queries = p.s_q;
   check.take_workspace(p, args);
   return p;
 }
 
-Problem queries_of_pass(const Problem& problem) {
-  Problem p = problem;
+PassProblem queries_of_pass(const PassProblem& problem) {
+  PassProblem p = problem;
   const auto skip = [&p](View& view) {
     if (view) view.data = view.as<std::byte>() + p.first_query * view.stride[0] * size_of(view.dtype);
   };

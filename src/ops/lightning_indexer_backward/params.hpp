@@ -82,17 +82,15 @@ HOPWELL_DEVICE float bound_of(uint32_t largest, uint32_t count) {
 }
 
 // [s_q], over all passes.
-inline double* losses_of(const Problem& problem) {
-  if (problem.losses) return problem.losses.as<double>();
-  return reinterpret_cast<double*>(static_cast<std::byte*>(problem.workspace) + workspace_of(problem).losses);
+inline double* losses_of(const PassProblem& problem, const Plan& plan, void* workspace) {
+  return problem.losses ? problem.losses.as<double>() : runtime::at_offset<double>(workspace, plan.workspace.losses);
 }
 
 // Parameters for the queries of a pass.
 template <class T>
-Params<T> params_of(const Problem& whole, int score_warps) {
-  const Workspace workspace = workspace_of(whole);
-  const Problem problem = queries_of_pass(whole);
-  auto* const memory = static_cast<std::byte*>(problem.workspace);
+Params<T> params_of(const PassProblem& whole, const Plan& plan, void* workspace, int score_warps) {
+  const PassProblem problem = queries_of_pass(whole);
+  const Workspace& offsets = plan.workspace;
   Params<T> p{};
   p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
   p.q_stride = problem.q.stride[0];
@@ -108,22 +106,22 @@ Params<T> params_of(const Problem& whole, int score_warps) {
   p.given = given.as<const float>(), p.given_stride = given.stride[0], p.given_gradients = bool(problem.d_scores);
   p.target_scale = problem.target_scale;
   p.row_weights = problem.row_weights.as<const float>(), p.row_weights_stride = problem.row_weights.stride[0];
-  p.d_scores = reinterpret_cast<float*>(memory + workspace.gradients);
-  p.losses = losses_of(whole) + whole.first_query;
+  p.d_scores = runtime::at_offset<float>(workspace, offsets.gradients);
+  p.losses = losses_of(whole, plan, workspace) + whole.first_query;
   p.row_loss = problem.row_loss.as<float>(), p.row_loss_stride = problem.row_loss.stride[0];
   p.d_loss = problem.d_loss, p.d_loss_array = problem.d_loss_array.as<const float>();
   p.d_q = problem.d_q.as<T>(), p.d_weights = problem.d_weights.data, p.d_k = problem.d_k.as<float>();
   if (problem.deterministic) {
-    p.fixed_d_k = reinterpret_cast<std::int64_t*>(memory + workspace.fixed_d_k);
-    p.bounds = {reinterpret_cast<std::uint32_t*>(memory + workspace.largest),
-                reinterpret_cast<std::uint32_t*>(memory + workspace.count)};
-    if (!problem.indices) p.bound_of_all = reinterpret_cast<std::uint32_t*>(memory + workspace.of_all);
+    p.fixed_d_k = runtime::at_offset<std::int64_t>(workspace, offsets.fixed_d_k);
+    p.bounds = {runtime::at_offset<std::uint32_t>(workspace, offsets.largest),
+                runtime::at_offset<std::uint32_t>(workspace, offsets.count)};
+    if (!problem.indices) p.bound_of_all = runtime::at_offset<std::uint32_t>(workspace, offsets.of_all);
   }
   p.d_q_stride_s = problem.d_q.stride[0], p.d_q_stride_h = problem.d_q.stride[1];
   p.d_k_stride = problem.d_k.stride[0], p.d_weights_stride = problem.d_weights.stride[0];
   p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
   p.heads = static_cast<int>(problem.h_index), p.columns = static_cast<int>(problem.d_index);
-  p.column_blocks = plan_of(problem).column_blocks, p.score_warps = score_warps;
+  p.column_blocks = plan.column_blocks, p.score_warps = score_warps;
   p.d_q_in_pairs =
       reinterpret_cast<std::uintptr_t>(p.d_q) % 4 == 0 && p.d_q_stride_s % 2 == 0 && p.d_q_stride_h % 2 == 0;
   p.d_k_in_pairs = reinterpret_cast<std::uintptr_t>(p.d_k) % 8 == 0 && (problem.s_kv <= 1 || p.d_k_stride % 2 == 0);

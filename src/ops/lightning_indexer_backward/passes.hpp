@@ -102,8 +102,9 @@ __global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses,
 // Launches the kernels of a pass: `launch_queries` launches those of the queries; the others run only in the first or
 // last pass.
 template <class T, class LaunchQueries>
-void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, LaunchQueries launch_queries) {
-  const std::uint32_t ctas = plan_of(problem).pass_ctas;
+void launch_passes(const PassProblem& problem, const Plan& plan, const Params<T>& p, void* workspace, Stream stream,
+                   LaunchQueries launch_queries) {
+  const std::uint32_t ctas = plan.pass_ctas;
   const arch::LaunchShape over_d_k{.grid = {ctas}, .threads = kPassThreads};
   if (ctas > 0 && problem.first_pass()) {
     runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
@@ -114,9 +115,9 @@ void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, La
   if (!problem.last_pass()) return;
   if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
   if (!problem.loss) return;
-  runtime::launch(kName, sum_losses,
-                  {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,
-                  static_cast<const double*>(losses_of(problem)), problem.s_q, problem.loss.as<float>());
+  runtime::launch(
+      kName, sum_losses, {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,
+      static_cast<const double*>(losses_of(problem, plan, workspace)), problem.s_q, problem.loss.as<float>());
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/lightning_indexer_backward/op.hpp"
+#include "runtime/workspace.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward {
 
@@ -15,10 +16,8 @@ struct Workspace {
   std::size_t largest = 0;    // uint32 [s_kv]
   std::size_t count = 0;      // uint32 [s_kv]
   std::size_t of_all = 0;     // uint32: shared by all keys, without indices only
-  std::size_t bytes = 0;      // total size
+  std::size_t positive = 0;   // on Hopper, for ungrouped queries: signs of the products
 };
-Workspace workspace_of(const Problem& p);
-std::size_t workspace_bytes(const Problem& p);
 
 inline constexpr int kPassThreads = 256;
 
@@ -29,7 +28,9 @@ struct Plan {
   // On Hopper: queries that a CTA processes together because they see the same keys.
   int group_rows;  // rows per query, of 128; 0: ungrouped, with indices or more than 64 heads
   int group;
+  Workspace workspace;
+  std::size_t workspace_bytes;
 };
-Plan plan_of(const Problem& p);
+Plan plan_of(const PassProblem& p);
 
 }  // namespace hopwell::ops::lightning_indexer_backward

@@ -13,23 +13,23 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
+runtime::PlanOr<Plan> plan_pass(const PassProblem& p) {
   const std::size_t shared =
       p.q.dtype == DType::kBFloat16 ? sizeof(GradientStorage<bf16>) : sizeof(GradientStorage<float>);
   if (shared > p.device.shared_bytes)
-    return runtime::Support::no("q_index in this dtype needs " + std::to_string(shared) +
-                                " bytes of shared memory a CTA");
-  const char* refused = refused_on_gpus(p, p.topk);
-  return refused == nullptr ? runtime::Support{} : runtime::Support::no(refused);
+    return runtime::Unsupported{"needs " + std::to_string(shared) +
+                                " bytes of shared memory per CTA for this q_index dtype"};
+  if (const char* reason = unsupported_on_gpus(p, p.topk)) return runtime::Unsupported{reason};
+  return plan_of(p);
 }
 
 template <class T, bool kRelu>
-void launch_as(const Problem& problem, Stream stream) {
+void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::int64_t kEntries = ScoreConfig::kEntries;
   const auto warps =
       std::clamp<std::int64_t>((problem.topk + kEntries - 1) / kEntries, 1, std::int64_t{ScoreConfig::kMaxWarps});
-  const Params<T> p = params_of<T>(problem, static_cast<int>(warps));
-  launch_passes(problem, p, stream, [&] {
+  const Params<T> p = params_of<T>(problem, plan, workspace, static_cast<int>(warps));
+  launch_passes(problem, plan, p, workspace, stream, [&] {
     const auto over_queries = [&](int threads, std::size_t shared_bytes) {
       return arch::LaunchShape{.grid = {static_cast<std::uint32_t>(problem.queries())},
                                .threads = static_cast<std::uint32_t>(threads),
@@ -42,14 +42,20 @@ void launch_as(const Problem& problem, Stream stream) {
   });
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch_pass(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
   const bool is_bf16 = problem.q.dtype == DType::kBFloat16;
-  if (problem.relu) return is_bf16 ? launch_as<bf16, true>(problem, stream) : launch_as<float, true>(problem, stream);
-  return is_bf16 ? launch_as<bf16, false>(problem, stream) : launch_as<float, false>(problem, stream);
+  const auto launch_it = problem.relu ? (is_bf16 ? launch_as<bf16, true> : launch_as<float, true>)
+                                      : (is_bf16 ? launch_as<bf16, false> : launch_as<float, false>);
+  launch_it(problem, plan, workspace, stream);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+runtime::PlanOr<Plan> plan(const Problem& p) { return plan_pass(single_pass(p)); }
+void launch(const Problem& p, const Plan& plan, void* workspace, Stream stream) {
+  launch_pass(single_pass(p), plan, workspace, stream);
+}
+
+const runtime::Registration passes{runtime::kBackend, plan_pass, launch_pass};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

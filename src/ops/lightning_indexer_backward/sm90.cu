@@ -15,36 +15,34 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  using runtime::Support;
-  if (p.q.dtype != DType::kBFloat16) return Support::no("q_index and k_index must be bfloat16");
-  if (!tile::row_major<bf16>(p.q, 2).in_chunks || !tile::row_major<bf16>(p.k, 1).in_chunks)
-    return Support::no("q_index and k_index must have rows of whole 16-byte pieces");
-  if (!tile::can_gather(p.k.data, p.s_kv, p.k.stride[0])) return Support::no("k_index must ascend within 64 GiB");
-  if (reinterpret_cast<std::uintptr_t>(p.d_k.data) % 16 != 0 || (p.s_kv > 1 && p.d_k.stride[0] % 4 != 0))
-    return Support::no("d_k_index must have rows of 16-byte pieces");
-  if (const char* refused = refused_on_gpus(p, p.topk)) return Support::no(refused);
-  if (p.s_q * plan_of(p).head_tiles > INT32_MAX) return Support::no("s_q · h_index / 64 must be below 2^31");
-  return {};
-}
-
 int entry_tiles(const Problem& p) { return static_cast<int>((p.topk + kTileEntries - 1) / kTileEntries); }
 
-// The workspace of all GPUs, followed by the signs of the products for ungrouped queries.
-std::size_t workspace_bytes_with_positive(const Problem& p) {
-  const Plan plan = plan_of(p);
+runtime::PlanOr<Plan> plan_pass(const PassProblem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q_index and k_index"};
+  if (!tile::row_major<bf16>(p.q, 2).in_chunks || !tile::row_major<bf16>(p.k, 1).in_chunks)
+    return Unsupported{"needs rows of q_index and k_index 16-byte aligned"};
+  if (!tile::can_gather(p.k.data, p.s_kv, p.k.stride[0]))
+    return Unsupported{"needs rows of k_index within 64 GiB, with a positive stride"};
+  if (reinterpret_cast<std::uintptr_t>(p.d_k.data) % 16 != 0 || (p.s_kv > 1 && p.d_k.stride[0] % 4 != 0))
+    return Unsupported{"needs rows of d_k_index 16-byte aligned"};
+  if (const char* reason = unsupported_on_gpus(p, p.topk)) return Unsupported{reason};
+  Plan plan = plan_of(p);
+  if (p.s_q * plan.head_tiles > INT32_MAX) return Unsupported{"needs s_q · h_index / 64 below 2^31"};
   const std::int64_t words =
       plan.group_rows > 0 || !p.relu ? 0 : p.pass_queries * plan.head_tiles * entry_tiles(p) * kPositiveWords;
-  return workspace_bytes(p) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  plan.workspace.positive = plan.workspace_bytes;
+  plan.workspace_bytes += static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  return plan;
 }
 
 template <bool kRelu, int kRows>
-void launch_groups(const Problem& problem, Stream stream) {
-  const auto queries = static_cast<int>(problem.queries()), group = plan_of(problem).group;
+void launch_groups(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
+  const auto queries = static_cast<int>(problem.queries()), group = plan.group;
   const auto groups = static_cast<std::uint32_t>((queries + group - 1) / group);
-  GroupParams p{params_of<bf16>(problem, ScoreConfig::kWarps), queries, group, nullptr};
-  p.apart = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(problem.workspace) + workspace_of(problem).apart);
-  launch_passes(problem, static_cast<const Params<bf16>&>(p), stream, [&] {
+  GroupParams p{params_of<bf16>(problem, plan, workspace, ScoreConfig::kWarps), queries, group, nullptr};
+  p.apart = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.apart);
+  launch_passes(problem, plan, static_cast<const Params<bf16>&>(p), workspace, stream, [&] {
     runtime::launch(
         kName, score_groups<kRelu, kRows>,
         {.grid = {groups}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(GroupScoreStorage<kRows>)}, stream,
@@ -58,28 +56,28 @@ void launch_groups(const Problem& problem, Stream stream) {
 }
 
 template <bool kRelu>
-void launch_as(const Problem& problem, Stream stream) {
-  switch (plan_of(problem).group_rows) {
+void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
+  switch (plan.group_rows) {
     case 16:
-      return launch_groups<kRelu, 16>(problem, stream);
+      return launch_groups<kRelu, 16>(problem, plan, workspace, stream);
     case 32:
-      return launch_groups<kRelu, 32>(problem, stream);
+      return launch_groups<kRelu, 32>(problem, plan, workspace, stream);
     case 64:
-      return launch_groups<kRelu, 64>(problem, stream);
+      return launch_groups<kRelu, 64>(problem, plan, workspace, stream);
     default:
       break;
   }
-  EntryParams p{params_of<bf16>(problem, ScoreConfig::kWarps), nullptr, plan_of(problem).head_tiles,
+  EntryParams p{params_of<bf16>(problem, plan, workspace, ScoreConfig::kWarps), nullptr, plan.head_tiles,
                 entry_tiles(problem)};
-  p.positive = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(problem.workspace) + workspace_bytes(problem));
+  p.positive = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.positive);
   const auto queries = static_cast<std::uint32_t>(problem.queries());
-  launch_passes(problem, static_cast<const Params<bf16>&>(p), stream, [&] {
+  launch_passes(problem, plan, static_cast<const Params<bf16>&>(p), workspace, stream, [&] {
     const bool dependent = problem.device.has_dependent_launches();
     runtime::launch(kName, score_entries<kRelu>,
                     {.grid = {queries},
                      .threads = ScoreConfig::kThreads,
                      .shared_bytes = sizeof(ScoreStorage),
-                     .programmatic_dependency = dependent && problem.first_pass() && plan_of(problem).pass_ctas > 0},
+                     .programmatic_dependency = dependent && problem.first_pass() && plan.pass_ctas > 0},
                     stream, p);
     runtime::launch(kName, add_gradients<kRelu>,
                     {.grid = {queries * static_cast<std::uint32_t>(p.head_tiles)},
@@ -90,15 +88,18 @@ void launch_as(const Problem& problem, Stream stream) {
   });
 }
 
-void launch(const Problem& problem, Stream stream) {
-  if (problem.relu) return launch_as<true>(problem, stream);
-  launch_as<false>(problem, stream);
+void launch_pass(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
+  const auto launch_it = problem.relu ? launch_as<true> : launch_as<false>;
+  launch_it(problem, plan, workspace, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend,
-                                              .supports = supports,
-                                              .workspace_bytes = workspace_bytes_with_positive,
-                                              .launch = launch}};
+runtime::PlanOr<Plan> plan(const Problem& p) { return plan_pass(single_pass(p)); }
+void launch(const Problem& p, const Plan& plan, void* workspace, Stream stream) {
+  launch_pass(single_pass(p), plan, workspace, stream);
+}
+
+const runtime::Registration passes{runtime::kBackend, plan_pass, launch_pass};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

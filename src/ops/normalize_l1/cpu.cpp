@@ -13,7 +13,7 @@ void launch(const Problem& p, Stream /*stream*/) {
   });
 }
 
-const runtime::Registration<Problem> backend{{.name = "cpu", .launch = launch}};
+const runtime::Registration backend{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::normalize_l1

@@ -12,8 +12,6 @@ struct Problem {
   View attn;  // fp32 [rows, columns]
   View out;   // same shape; may be attn itself
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const NormalizeL1Args& args);

@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(32 * kWarps) normalize_rows(const __grid_const
   tile::normalize(from, p.out + row * p.out_stride, p.columns, total);
 }
 
-runtime::Support supports(const Problem& p) {
+runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   if (p.attn.shape[0] >= kLimit || p.attn.shape[1] >= kLimit - 1024)
-    return runtime::Support::no("attn must have less than 2^31 rows and columns");
-  return {};
+    return runtime::Unsupported{"needs attn with less than 2^31 rows and columns"};
+  return runtime::NoPlan{};
 }
 
 void launch(const Problem& problem, Stream stream) {
@@ -44,7 +44,7 @@ void launch(const Problem& problem, Stream stream) {
                   p);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::normalize_l1::HOPWELL_TARGET

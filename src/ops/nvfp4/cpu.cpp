@@ -302,9 +302,9 @@ void launch_matmul(const MatmulProblem& p, Stream) {
   multiply(linear, rows_of_x, kMostRowDots);
 }
 
-const runtime::Registration<GemvProblem> gemv{{.name = "cpu", .launch = launch_gemv}};
-const runtime::Registration<LinearProblem> linear{{.name = "cpu", .launch = launch_linear}};
-const runtime::Registration<MatmulProblem> matmul{{.name = "cpu", .launch = launch_matmul}};
+const runtime::Registration gemv{"cpu", launch_gemv};
+const runtime::Registration linear{"cpu", launch_linear};
+const runtime::Registration matmul{"cpu", launch_matmul};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -15,11 +15,19 @@ std::size_t decoded_bytes(const MatmulProblem& p) {
   return static_cast<std::size_t>(tile::ceil_div(linear.n * p.k * size_of(linear.x.dtype), 256) * 256);
 }
 
-// Decodes x to the workspace. Returns the product that is left, with the rest of the workspace.
-LinearProblem decode(const MatmulProblem& p, Stream stream) {
+// The plan of nvfp4_matmul: that of nvfp4_linear with decoded x, whose workspace follows x.
+struct DecodedPlan {
+  Plan linear;
+  std::size_t workspace_bytes = 0;
+};
+DecodedPlan with_decoded_x(const MatmulProblem& p, const Plan& linear) {
+  return {linear, decoded_bytes(p) + linear.workspace_bytes};
+}
+
+// Decodes x to the beginning of the workspace. Returns the problem of nvfp4_linear that remains.
+LinearProblem decode(const MatmulProblem& p, void* workspace, Stream stream) {
   auto [codes, scales, linear] = as_linear(p, decodes_b(p));
-  linear.x.data = p.workspace;
-  linear.workspace = static_cast<unsigned char*>(p.workspace) + decoded_bytes(p);
+  linear.x.data = workspace;
   nvfp4_quantize::HOPWELL_TARGET::dequantize(
       linear.op, {.codes = codes, .x = linear.x, .scales = scales, .rows = linear.n, .k = p.k, .device = p.device},
       stream);

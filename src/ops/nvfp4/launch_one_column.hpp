@@ -13,7 +13,7 @@ void launch_one_column(const char* name, const Plan& plan, const ProblemShape& s
   p.warps = plan.warps, p.slice = plan.slice, p.larger_warps = plan.larger_warps, p.round_tiles = plan.round_tiles;
   p.tiles_per_cta = plan.tiles_per_cluster(), p.larger_ctas = plan.larger_clusters();
   p.whole_scales = has_whole_scales(p.weight.scales);
-  runtime::launch(name, one_column_kernel<X, T>, launch_shape(plan, 32 * plan.warps, device, shape.batches), stream, p);
+  runtime::launch(name, nvfp4_linear_gemv<X, T>, launch_shape(plan, 32 * plan.warps, device, shape.batches), stream, p);
 }
 
 }  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET

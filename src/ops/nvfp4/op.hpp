@@ -17,8 +17,6 @@ struct GemvProblem {
   Global alpha;
   std::int64_t m = 0, k = 0, l = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 struct LinearProblem {
@@ -31,8 +29,6 @@ struct LinearProblem {
   Global global;
   std::int64_t n = 0, rows = 0, k = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 struct MatmulProblem {
@@ -44,8 +40,6 @@ struct MatmulProblem {
   Global alpha;
   std::int64_t m = 0, n = 0, k = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 // nvfp4_matmul as nvfp4_linear: one side's codes, decoded, are x; the other side is the weights. Codes times scales are

@@ -242,6 +242,13 @@ Kernel choose_kernel(const ProblemShape& shape, bool has_wgmma) {
   return shape.columns <= 32 && shape.rows <= 2048 ? Kernel::kFewColumns : Kernel::kManyColumns;
 }
 
+const char* slower_than_sm80(const ProblemShape& shape) {
+  if (choose_kernel(shape, true) != Kernel::kFewColumns) return nullptr;
+  return shape.columns <= 8    ? "slower than sm80 for n <= 8 and N above 4096"
+         : shape.columns <= 16 ? "slower than sm80 for n <= 16, N above 16384 and K at most 4096"
+                               : "slower than sm80 for n <= 32 and N at most 2048";
+}
+
 bool decodes_b(const MatmulProblem& p) {
   constexpr std::int64_t kMostColumns = 16;
   return p.n < p.m && p.n <= kMostColumns;

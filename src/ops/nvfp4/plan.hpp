@@ -101,6 +101,8 @@ enum class Kernel { kGeneral, kOneColumn, kFewColumns, kFewColumnsWgmma, kManyCo
 //
 // x in fp32 and what cannot be copied go to kGeneral.
 Kernel choose_kernel(const ProblemShape& shape, bool has_wgmma);
+// The reason why kFewColumns is faster than the kernels with wgmma, or null if it is not.
+const char* slower_than_sm80(const ProblemShape& shape);
 
 // Which side of nvfp4_matmul is decoded, as x, where no kernel multiplies codes by codes: b if it has fewer rows than a,
 // and at most 16; else a. A row's codes are K / 2 bytes, decoded they are written and read again as 2 K each, so the side
@@ -133,6 +135,10 @@ struct Plan {
 
 // How many clusters of so many CTAs, of a kernel that needs all of a multiprocessor, run at a time.
 using ClustersThatFit = std::function<int(int cluster)>;
+
+// Why Hopper's and Blackwell's kernels do not support a problem whose can_copy is false.
+inline constexpr const char* kNeedsForCopies =
+    "needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at most 65536";
 
 // The chosen kernel's plan; kGeneral where the device has too little shared memory.
 Plan make_plan(const ProblemShape& shape, bool has_wgmma, const runtime::Device& device, const ClustersThatFit& fit);

@@ -33,13 +33,13 @@ struct Product {
   const runtime::Device& device;
 };
 
-runtime::Support supports(const Product& p, const char* dimensions) {
-  using runtime::Support;
+runtime::PlanOr<runtime::NoPlan> plan_product(const Product& p, const char* dimensions) {
+  using runtime::Unsupported;
   if (!takes_codes(p.w, p.rows, p.batches) || !takes_codes(p.x, p.columns, p.batches))
-    return Support::no("rows and batches of a and b must be 16-byte aligned");
+    return Unsupported{"needs rows and batches of a and b 16-byte aligned"};
   if (p.k < 1 || p.k > kMaxK || p.rows > kMaxRows || p.columns > kMaxColumns || p.batches > kMaxBatches)
-    return Support::no(dimensions);
-  return {};
+    return Unsupported{dimensions};
+  return runtime::NoPlan{};
 }
 
 // The narrowest tile that has all columns, or the widest, of a pair of CTAs. Then there are more than 128 rows: see sides_of.
@@ -81,7 +81,7 @@ void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
                                     .steps = static_cast<int>(steps),
                                     .factor = p.factor};
   runtime::launch(
-      p.op, block_scaled_kernel<kColumns, T>,
+      p.op, nvfp4_matmul_block_scaled<kColumns, T>,
       {.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, Config::kTileRows) * ctas),
                 static_cast<std::uint32_t>(ceil_div(p.columns, kColumns)), static_cast<std::uint32_t>(p.batches)},
        .threads = Config::kThreads,
@@ -111,8 +111,8 @@ Product product_of(const GemvProblem& p) {
   return {"nvfp4_gemv", p.a, p.b, p.sfa, p.sfb, p.alpha.get(), p.m, 1, p.k, p.l, p.device};
 }
 
-runtime::Support gemv_supports(const GemvProblem& p) {
-  return supports(product_of(p), "K must be 16 to 2^30, M at most 2^28, L at most 65535");
+runtime::PlanOr<runtime::NoPlan> plan_gemv(const GemvProblem& p) {
+  return plan_product(product_of(p), "needs K from 16 to 2^30, M at most 2^28, L at most 65535");
 }
 
 void launch_gemv(const GemvProblem& p, Stream stream) {
@@ -134,8 +134,8 @@ Product product_of(const MatmulProblem& p) {
           1,         p.device};
 }
 
-runtime::Support matmul_supports(const MatmulProblem& p) {
-  return supports(product_of(p), "K must be 16 to 2^30, M at most 2^28, N at most 2^23");
+runtime::PlanOr<runtime::NoPlan> plan_matmul(const MatmulProblem& p) {
+  return plan_product(product_of(p), "needs K from 16 to 2^30, M at most 2^28, N at most 2^23");
 }
 
 void launch_matmul(const MatmulProblem& p, Stream stream) {
@@ -145,23 +145,18 @@ void launch_matmul(const MatmulProblem& p, Stream stream) {
 
 // ---- nvfp4_linear --------------------------------------------------------------------------------------------------
 
-Plan plan_for(const LinearProblem& p) {
-  return make_plan(shape_of(p), false, p.device, [](int) { return 0; });  // one column has no clusters
-}
-
-runtime::Support linear_supports(const LinearProblem& p) {
-  using runtime::Support;
-  if (p.n != 1 || p.rows < 1 || p.x.dtype == DType::kFloat32) return Support::no("n must be 1, x of 16 bits");
-  if (!shape_of(p).can_copy)
-    return Support::no(
-        "rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536");
-  if (plan_for(p).kernel != Kernel::kOneColumn) return Support::no("too little shared memory for x");
-  return {};
-}
-
-void launch_linear(const LinearProblem& p, Stream stream) {
-  Plan plan = plan_for(p);
+runtime::PlanOr<Plan> plan_linear(const LinearProblem& p) {
+  using runtime::Unsupported;
+  if (p.n != 1 || p.rows < 1 || p.x.dtype == DType::kFloat32) return Unsupported{"needs n = 1, x of 16 bits"};
+  const ProblemShape shape = shape_of(p);
+  if (!shape.can_copy) return Unsupported{kNeedsForCopies};
+  Plan plan = make_plan(shape, false, p.device, [](int) { return 0; });  // one column has no clusters
+  if (plan.kernel != Kernel::kOneColumn) return Unsupported{"needs more shared memory for x"};
   plan.clusters = static_cast<int>(ceil_div(plan.row_tiles, plan.most_tiles()));  // with as many tiles each: see Bound
+  return plan;
+}
+
+void launch_linear(const LinearProblem& p, const Plan& plan, void* /*workspace*/, Stream stream) {
   tile::with_type(p.x, [&]<class T>(const T* x) {
     if constexpr (!std::is_same_v<T, float>)
       launch_one_column<FloatColumn<T, DecodeByConversion>, T>(
@@ -170,12 +165,9 @@ void launch_linear(const LinearProblem& p, Stream stream) {
   });
 }
 
-const runtime::Registration<LinearProblem> linear{
-    {.name = runtime::kBackend, .supports = linear_supports, .launch = launch_linear}};
-const runtime::Registration<GemvProblem> gemv{
-    {.name = runtime::kBackend, .supports = gemv_supports, .launch = launch_gemv}};
-const runtime::Registration<MatmulProblem> matmul{
-    {.name = runtime::kBackend, .supports = matmul_supports, .launch = launch_matmul}};
+const runtime::Registration linear{runtime::kBackend, plan_linear, launch_linear};
+const runtime::Registration gemv{runtime::kBackend, plan_gemv, launch_gemv};
+const runtime::Registration matmul{runtime::kBackend, plan_matmul, launch_matmul};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

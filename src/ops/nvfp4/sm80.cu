@@ -14,7 +14,7 @@ using namespace HOPWELL_TARGET;
 constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 
 int clusters_that_fit(int cluster, const runtime::Device& device) {
-  return runtime::clusters_that_fit<few_columns_kernel<8, bf16>>(
+  return runtime::clusters_that_fit<nvfp4_linear_few_columns<8, bf16>>(
       device, whole_multiprocessors(cluster, 32 * FewColumnsConfig<8>::kMaxWarps, device.shared_bytes));
 }
 
@@ -30,7 +30,7 @@ void launch_general(const char* name, const Plan& plan, const ProblemShape& shap
   p.rows = shape.rows, p.blocks = shape.k / kCodesPerBlock, p.columns = static_cast<int>(shape.columns);
   p.lanes_per_row = plan.lanes_per_row;
   const arch::LaunchShape grid = launch_shape(plan, GeneralConfig::kThreads, device, plan.column_tiles, shape.batches);
-  runtime::launch(name, general_kernel<X, T>, grid, stream, p);
+  runtime::launch(name, nvfp4_linear_general<X, T>, grid, stream, p);
 }
 
 template <int kColumns, class T>
@@ -52,22 +52,21 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                    .round_tiles = plan.round_tiles,
                                    .exchange_offset = static_cast<int>(plan.exchange_offset),
                                    .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, few_columns_kernel<kColumns, T>,
+  runtime::launch(p.op, nvfp4_linear_few_columns<kColumns, T>,
                   launch_shape(plan, 32 * plan.warps, p.device, 1, plan.column_tiles), stream, params);
 }
 
 // ---- nvfp4_linear --------------------------------------------------------------------------------------------------
 
-runtime::Support linear_supports(const LinearProblem& p) {
+runtime::PlanOr<Plan> plan_linear(const LinearProblem& p) {
   if (p.n > kMaxGridY * GeneralConfig::kColumns || p.rows > kMaxGridX)
-    return runtime::Support::no("n must be at most 524280, N below 2^31");
-  return {};
+    return runtime::Unsupported{"needs n at most 524280, N below 2^31"};
+  return p.n == 0 || p.rows == 0 ? Plan{} : plan_for(shape_of(p), p.device);
 }
 
-void launch_linear(const LinearProblem& p, Stream stream) {
+void launch_linear(const LinearProblem& p, const Plan& plan, void* /*workspace*/, Stream stream) {
   if (p.n == 0 || p.rows == 0) return;
   const ProblemShape shape = shape_of(p);
-  const Plan plan = plan_for(shape, p.device);
   tile::with_type(p.x, [&]<class T>(const T* x) {
     if constexpr (!std::is_same_v<T, float>) {
       if (plan.kernel == Kernel::kFewColumns && plan.columns == 8) return launch_few_columns<8>(p, plan, x, stream);
@@ -85,16 +84,16 @@ void launch_linear(const LinearProblem& p, Stream stream) {
 
 // ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------
 
-runtime::Support gemv_supports(const GemvProblem& p) {
-  if (p.l > kMaxGridY || p.m > kMaxGridX) return runtime::Support::no("L must be at most 65535, M below 2^31");
-  return {};
+runtime::PlanOr<Plan> plan_gemv(const GemvProblem& p) {
+  if (p.l > kMaxGridY || p.m > kMaxGridX) return runtime::Unsupported{"needs L at most 65535, M below 2^31"};
+  return p.m == 0 || p.l == 0 ? Plan{} : plan_for(shape_of(p), p.device);
 }
 
 // A row of codes times weights.
 template <class T>
-void launch_codes(const char* op, const ProblemShape& shape, const runtime::Device& device, Stream stream,
-                  const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result, const Global& factor) {
-  const Plan plan = plan_for(shape, device);
+void launch_codes(const char* op, const Plan& plan, const ProblemShape& shape, const runtime::Device& device,
+                  Stream stream, const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result,
+                  const Global& factor) {
   if (plan.kernel == Kernel::kOneColumn)
     return launch_one_column<CodeColumn, T>(op, plan, shape, device, stream,
                                             {.weight = weight, .x = {x}, .result = result, .factor = factor});
@@ -102,7 +101,7 @@ void launch_codes(const char* op, const ProblemShape& shape, const runtime::Devi
                              {.weight = weight, .x = {x}, .result = result, .factor = factor});
 }
 
-void launch_gemv(const GemvProblem& p, Stream stream) {
+void launch_gemv(const GemvProblem& p, const Plan& plan, void* /*workspace*/, Stream stream) {
   if (p.m == 0 || p.l == 0) return;
   const auto batched = [](const View& codes, const Scales& scales) {
     return Fp4Matrix{codes.as<const std::uint8_t>(), codes.stride[0], codes.stride[2], scales};
@@ -115,44 +114,46 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
                            .bias = nullptr,
                            .bias_row_stride = 0,
                            .bias_column_stride = 0};
-    launch_codes<T>("nvfp4_gemv", shape_of(p), p.device, stream, batched(p.a, p.sfa), batched(p.b, p.sfb), result,
+    launch_codes<T>("nvfp4_gemv", plan, shape_of(p), p.device, stream, batched(p.a, p.sfa), batched(p.b, p.sfb), result,
                     p.alpha);
   });
 }
 
 // ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
 
-runtime::Support matmul_supports(const MatmulProblem& p) {
-  if (linear_supports(as_linear(p, decodes_b(p)).linear).ok) return {};
-  return runtime::Support::no("M must be at most 524280, N below 2^31");
-}
-
-// One row's codes are multiplied as they are.
+// One row's codes are multiplied without being decoded.
 bool takes_codes(const MatmulProblem& p) { return p.m == 1 || p.n == 1; }
 
-std::size_t matmul_workspace_bytes(const MatmulProblem& p) { return takes_codes(p) ? 0 : decoded_bytes(p); }
+ProblemShape shape_of_codes(const LinearProblem& linear) {
+  ProblemShape shape = shape_of(linear);
+  shape.x_is_16_bit = true;
+  return shape;
+}
 
-void launch_matmul(const MatmulProblem& p, Stream stream) {
+runtime::PlanOr<DecodedPlan> plan_matmul(const MatmulProblem& p) {
+  const LinearProblem linear = as_linear(p, decodes_b(p)).linear;
+  const auto planned = plan_linear(linear);
+  if (std::holds_alternative<runtime::Unsupported>(planned))
+    return runtime::Unsupported{"needs M at most 524280, N below 2^31"};
+  if (!takes_codes(p)) return with_decoded_x(p, std::get<Plan>(planned));
+  return DecodedPlan{p.m == 0 || p.n == 0 ? Plan{} : plan_for(shape_of_codes(linear), p.device), 0};
+}
+
+void launch_matmul(const MatmulProblem& p, const DecodedPlan& plan, void* workspace, Stream stream) {
   if (p.m == 0 || p.n == 0) return;
-  if (!takes_codes(p)) return launch_linear(decode(p, stream), stream);
+  if (!takes_codes(p)) return launch_linear(decode(p, workspace, stream), plan.linear, nullptr, stream);
   const DecodedProduct product = as_linear(p, decodes_b(p));
   const LinearProblem& linear = product.linear;
   const Fp4Matrix x{product.codes.as<const std::uint8_t>(), product.codes.stride[0], 0, product.scales};
-  ProblemShape shape = shape_of(linear);
-  shape.x_is_16_bit = true;
   tile::with_type(p.c, [&]<class T>(T*) {
-    launch_codes<T>(linear.op, shape, p.device, stream, weight_of(linear), x, result_of<T>(linear), linear.global);
+    launch_codes<T>(linear.op, plan.linear, shape_of_codes(linear), p.device, stream, weight_of(linear), x,
+                    result_of<T>(linear), linear.global);
   });
 }
 
-const runtime::Registration<LinearProblem> linear{
-    {.name = runtime::kBackend, .supports = linear_supports, .launch = launch_linear}};
-const runtime::Registration<GemvProblem> gemv{
-    {.name = runtime::kBackend, .supports = gemv_supports, .launch = launch_gemv}};
-const runtime::Registration<MatmulProblem> matmul{{.name = runtime::kBackend,
-                                                   .supports = matmul_supports,
-                                                   .workspace_bytes = matmul_workspace_bytes,
-                                                   .launch = launch_matmul}};
+const runtime::Registration linear{runtime::kBackend, plan_linear, launch_linear};
+const runtime::Registration gemv{runtime::kBackend, plan_gemv, launch_gemv};
+const runtime::Registration matmul{runtime::kBackend, plan_matmul, launch_matmul};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -4,6 +4,7 @@
 #include "ops/nvfp4/kernels/few_columns_wgmma.hpp"
 #include "ops/nvfp4/kernels/many_columns.hpp"
 #include "ops/nvfp4/launch.hpp"
+#include "runtime/workspace.hpp"
 #include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::ops::nvfp4 {
@@ -15,7 +16,7 @@ using namespace HOPWELL_TARGET;
 int clusters_that_fit(int cluster, const runtime::Device& device) {
   using Config = FewColumnsWgmmaConfig<16>;
   constexpr auto kSharedBytes = static_cast<std::size_t>(Config::shared_bytes(Config::kWarps, 1, 1));
-  return runtime::clusters_that_fit<few_columns_wgmma_kernel<16, bf16>>(
+  return runtime::clusters_that_fit<nvfp4_linear_few_columns_wgmma<16, bf16>>(
       device, whole_multiprocessors(cluster, Config::kThreads, kSharedBytes));
 }
 
@@ -43,24 +44,24 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                         .row_groups = plan.row_groups,
                                         .splits = plan.splits,
                                         .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, few_columns_wgmma_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
-                  params);
+  runtime::launch(p.op, nvfp4_linear_few_columns_wgmma<kColumns, T>, launch_shape(plan, Config::kThreads, p.device),
+                  stream, params);
 }
 
 // ---- many columns --------------------------------------------------------------------------------------------------
 
 template <int kColumns, class T>
-void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int stages, Stream stream) {
+void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int stages, void* arranged, Stream stream) {
   constexpr std::int64_t kThreads = ManyColumnsConfig::kArrangeThreads;
   const std::int64_t threads = std::int64_t{plan.column_tiles} * stages * 4 * kColumns;
-  runtime::launch(p.op, arrange_kernel<kColumns, T>,
+  runtime::launch(p.op, nvfp4_linear_arrange_x<kColumns, T>,
                   {.grid = {static_cast<std::uint32_t>(tile::ceil_div(threads, kThreads))},
                    .threads = kThreads,
                    .programmatic_dependency = p.device.has_dependent_launches()},
                   stream,
                   ArrangeParams<T>{.x = x,
                                    .x_stride = p.x.stride[0],
-                                   .to = static_cast<unsigned char*>(p.workspace),
+                                   .to = static_cast<unsigned char*>(arranged),
                                    .k = static_cast<int>(p.k),
                                    .columns = static_cast<int>(p.n),
                                    .stages = stages,
@@ -68,14 +69,14 @@ void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int st
 }
 
 template <int kColumns, class T>
-void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, Stream stream) {
+void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, void* workspace, Stream stream) {
   using Config = ManyColumnsConfig;
   const auto stages = static_cast<int>(tile::ceil_div(p.k, Config::kStageK));
-  launch_arrange<kColumns>(p, plan, x, stages, stream);
+  launch_arrange<kColumns>(p, plan, x, stages, workspace, stream);
   const auto rows = static_cast<std::uint32_t>(plan.row_groups * Config::kRows);  // of a CTA
   const ManyColumnsParams params{.codes = tile::map_of(p.weight, {{1, Config::kStageK / 2}, {0, rows}}),
                                  .scales = p.weight_scale,
-                                 .x = static_cast<const unsigned char*>(p.workspace),
+                                 .x = static_cast<const unsigned char*>(workspace),
                                  .factor = p.global,
                                  .rows = static_cast<int>(p.rows),
                                  .k = static_cast<int>(p.k),
@@ -88,75 +89,67 @@ void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, S
                                  .splits = plan.splits,
                                  .cluster = plan.cluster,
                                  .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch(p.op, many_columns_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
+  runtime::launch(p.op, nvfp4_linear_many_columns<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
                   params, result_of<T>(p));
 }
 
 // ---- the backend ---------------------------------------------------------------------------------------------------
 
-runtime::Support supports(const LinearProblem& p) {
+runtime::PlanOr<Plan> plan_linear(const LinearProblem& p) {
+  using runtime::Unsupported;
   constexpr std::int64_t kMostColumns = std::int64_t{1} << 19, kMostResults = std::int64_t{1} << 38;
   if (p.x.dtype == DType::kFloat32 || p.n < 2 || p.n > kMostColumns || p.n * p.rows > kMostResults)
-    return runtime::Support::no("n must be 2 to 524288, n * N at most 2^38, x of 16 bits");
+    return Unsupported{"needs n from 2 to 524288, n * N at most 2^38, x of 16 bits"};
   const ProblemShape shape = shape_of(p);
-  if (!shape.can_copy)
-    return runtime::Support::no(
-        "rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536");
-  if (choose_kernel(shape, true) == Kernel::kFewColumns)
-    return runtime::Support::no(p.n <= 16 ? "for so many rows sm80 is faster" : "for so few rows sm80 is faster");
-  return {};
+  if (!shape.can_copy) return Unsupported{kNeedsForCopies};
+  if (const char* reason = slower_than_sm80(shape)) return Unsupported{reason};
+  return p.rows == 0 ? Plan{} : plan_for(p);
 }
 
-std::size_t workspace_bytes(const LinearProblem& p) { return p.n > 16 ? plan_for(p).workspace_bytes : 0; }
-
 template <class T>
-void launch_plan(const LinearProblem& p, const T* x, Stream stream) {
-  const Plan plan = plan_for(p);
+void launch_plan(const LinearProblem& p, const Plan& plan, const T* x, void* workspace, Stream stream) {
   switch (plan.columns) {
     case 8:
       return launch_few_columns<8>(p, plan, x, stream);
     case 16:
       return launch_few_columns<16>(p, plan, x, stream);
     case 32:
-      return launch_many_columns<32>(p, plan, x, stream);
+      return launch_many_columns<32>(p, plan, x, workspace, stream);
     case 64:
-      return launch_many_columns<64>(p, plan, x, stream);
+      return launch_many_columns<64>(p, plan, x, workspace, stream);
     case 96:
-      return launch_many_columns<96>(p, plan, x, stream);
+      return launch_many_columns<96>(p, plan, x, workspace, stream);
     default:
-      return launch_many_columns<128>(p, plan, x, stream);
+      return launch_many_columns<128>(p, plan, x, workspace, stream);
   }
 }
 
-void launch(const LinearProblem& p, Stream stream) {
+void launch_linear(const LinearProblem& p, const Plan& plan, void* workspace, Stream stream) {
   if (p.rows == 0) return;
   tile::with_type(p.x, [&]<class T>(const T* x) {
-    if constexpr (!std::is_same_v<T, float>) launch_plan(p, x, stream);
+    if constexpr (!std::is_same_v<T, float>) launch_plan(p, plan, x, workspace, stream);
   });
 }
 
 // ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
 
-runtime::Support matmul_supports(const MatmulProblem& p) {
-  if (p.m == 1 || p.n == 1) return runtime::Support::no("sm80 multiplies a row's codes as they are");
-  const runtime::Support support = supports(as_linear(p, decodes_b(p)).linear);
-  return support.ok ? support : runtime::Support::no("as nvfp4_linear with decoded x: " + support.reason);
+runtime::PlanOr<DecodedPlan> plan_matmul(const MatmulProblem& p) {
+  if (p.m == 1 || p.n == 1)
+    return runtime::Unsupported{"slower than sm80 for M = 1 or N = 1, which decodes nothing first"};
+  const auto planned = plan_linear(as_linear(p, decodes_b(p)).linear);
+  if (const auto* unsupported = std::get_if<runtime::Unsupported>(&planned))
+    return runtime::Unsupported{"as nvfp4_linear with decoded x: " + unsupported->reason};
+  return with_decoded_x(p, std::get<Plan>(planned));
 }
 
-std::size_t matmul_workspace_bytes(const MatmulProblem& p) {
-  return decoded_bytes(p) + workspace_bytes(as_linear(p, decodes_b(p)).linear);
+void launch_matmul(const MatmulProblem& p, const DecodedPlan& plan, void* workspace, Stream stream) {
+  if (p.m == 0 || p.n == 0) return;
+  launch_linear(decode(p, workspace, stream), plan.linear, runtime::at_offset<std::byte>(workspace, decoded_bytes(p)),
+                stream);
 }
 
-void launch_matmul(const MatmulProblem& p, Stream stream) {
-  if (p.m > 0 && p.n > 0) launch(decode(p, stream), stream);
-}
-
-const runtime::Registration<LinearProblem> linear{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
-const runtime::Registration<MatmulProblem> matmul{{.name = runtime::kBackend,
-                                                   .supports = matmul_supports,
-                                                   .workspace_bytes = matmul_workspace_bytes,
-                                                   .launch = launch_matmul}};
+const runtime::Registration linear{runtime::kBackend, plan_linear, launch_linear};
+const runtime::Registration matmul{runtime::kBackend, plan_matmul, launch_matmul};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -78,7 +78,7 @@ void launch(const Problem& p, Stream) {
   }
 }
 
-const runtime::Registration<Problem> backend{{.name = "cpu", .launch = launch}};
+const runtime::Registration backend{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4_linear_backward

@@ -19,8 +19,6 @@ struct Problem {
   Global global;
   std::int64_t n = 0, rows = 0, k = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const Nvfp4LinearBackwardArgs& args);

@@ -8,24 +8,22 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-runtime::Support supports(const Problem& p) {
-  if (p.d_out.dtype == DType::kFloat32) return runtime::Support::no("needs d_out of 16 bits");
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  if (p.d_out.dtype == DType::kFloat32) return runtime::Unsupported{"needs d_out of 16 bits"};
   const std::int64_t rows = p.n + 64, columns = p.k + Config::kColumns;
   const std::int64_t bytes = 2 * (p.rows + Config::kMaxChunks * Config::kStageRows);  // of a row of d_out, rounded up
   if (!runtime::fit_in_ints({rows, bytes, columns, tile::ceil_div(rows, 16) * tile::ceil_div(columns, 256) * 16}))
-    return runtime::Support::no("needs N below 2^30 and n, K and n * K / 256 below 2^31");
-  return {};
+    return runtime::Unsupported{"needs N below 2^30 and n, K and n * K / 256 below 2^31"};
+  return make_plan(p);
 }
 
-std::size_t workspace_bytes(const Problem& p) { return make_plan(p).workspace_bytes; }
-
 template <class T>
-Params<T> params_of(const Problem& p, const Plan& plan) {
+Params<T> params_of(const Problem& p, const Plan& plan, void* workspace) {
   const Scales& scales = p.weight_scale;
   const bool whole = reinterpret_cast<std::uintptr_t>(scales.data) % 4 == 0;
   return {.d_out = p.d_out.as<const T>(),
           .d_x = p.d_x.as<T>(),
-          .sums = plan.splits ? static_cast<float*>(p.workspace) : nullptr,
+          .sums = plan.splits ? static_cast<float*>(workspace) : nullptr,
           .d_out_stride = p.d_out.stride[0],
           .d_x_stride = p.d_x.stride[0],
           .weight = {p.weight.as<const std::uint8_t>(), p.weight.stride[0], 0, scales},
@@ -44,9 +42,9 @@ Params<T> params_of(const Problem& p, const Plan& plan) {
 }
 
 template <int kBlocks, class T>
-void launch_tiles(const Problem& p, const Plan& plan, Stream stream) {
+void launch_tiles(const Problem& p, const Plan& plan, void* workspace, Stream stream) {
   const bool dependent = p.device.has_dependent_launches();
-  const Params<T> params = params_of<T>(p, plan);
+  const Params<T> params = params_of<T>(p, plan, workspace);
   runtime::launch(kName, nvfp4_linear_bwd_kernel<kBlocks, T>,
                   {.grid = {static_cast<std::uint32_t>(plan.ctas)},
                    .threads = Config::kThreads,
@@ -62,20 +60,18 @@ void launch_tiles(const Problem& p, const Plan& plan, Stream stream) {
                   stream, params);
 }
 
-void launch(const Problem& p, Stream stream) {
+void launch(const Problem& p, const Plan& plan, void* workspace, Stream stream) {
   if (p.n == 0 || p.k == 0) return;
-  const Plan plan = make_plan(p);
   tile::with_type(p.d_out, [&]<class T>(const T*) {
     if constexpr (!std::is_same_v<T, float>) {
-      if (plan.blocks == 1) return launch_tiles<1, T>(p, plan, stream);
-      if (plan.blocks == 2) return launch_tiles<2, T>(p, plan, stream);
-      launch_tiles<4, T>(p, plan, stream);
+      if (plan.blocks == 1) return launch_tiles<1, T>(p, plan, workspace, stream);
+      if (plan.blocks == 2) return launch_tiles<2, T>(p, plan, workspace, stream);
+      launch_tiles<4, T>(p, plan, workspace, stream);
     }
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4_linear_backward

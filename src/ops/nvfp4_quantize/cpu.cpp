@@ -79,8 +79,8 @@ void launch_dequantize(const DequantizeProblem& p, Stream) {
   });
 }
 
-const runtime::Registration<QuantizeProblem> quantize{{.name = "cpu", .launch = launch_quantize}};
-const runtime::Registration<DequantizeProblem> dequantize{{.name = "cpu", .launch = launch_dequantize}};
+const runtime::Registration quantize{"cpu", launch_quantize};
+const runtime::Registration dequantize{"cpu", launch_dequantize};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4_quantize

@@ -68,7 +68,7 @@ struct Chunk {
 
 template <class T>
 __global__ void __launch_bounds__(DequantizeConfig::kThreads)
-    dequantize_kernel(const __grid_constant__ DequantizeParams<T> p) {
+    nvfp4_dequantize_blocks(const __grid_constant__ DequantizeParams<T> p) {
   constexpr int kChunks = DequantizeConfig::kChunks, kValues = Chunk<T>::kValues;
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
@@ -119,7 +119,7 @@ namespace {
                                      .chunks = row_items(p.rows, p.k / kValues),
                                      .x_aligned = tile::rows_aligned(p.x, 1),
                                      .codes_aligned = tile::rows_aligned(p.codes, 1, 4)};
-    runtime::launch(op, dequantize_kernel<T>, shape, stream, params);
+    runtime::launch(op, nvfp4_dequantize_blocks<T>, shape, stream, params);
   });
 }
 

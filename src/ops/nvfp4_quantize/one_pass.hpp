@@ -195,7 +195,7 @@ HOPWELL_DEVICE void wait_for_slot(int i) {
 
 template <class T>
 __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
-    one_pass_kernel(const __grid_constant__ OnePassParams<T> p) {
+    nvfp4_quantize_one_pass(const __grid_constant__ OnePassParams<T> p) {
   using Config = OnePassConfig;
   constexpr int kSlots = Config::kSlots, kParked = kSlots;
   auto& s = arch::dynamic_smem<OnePassStorage>();

@@ -18,8 +18,6 @@ struct QuantizeProblem {
   Global global;
   std::int64_t rows = 0, k = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 struct DequantizeProblem {
@@ -29,8 +27,6 @@ struct DequantizeProblem {
   Global global;
   std::int64_t rows = 0, k = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 QuantizeProblem check(const Nvfp4QuantizeArgs& args);

@@ -11,7 +11,7 @@ namespace hopwell::ops::nvfp4_quantize {
 
 struct QuantizeConfig {
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
-  static constexpr int kMaxPartials = 1024;  // CTAs of amax_kernel
+  static constexpr int kMaxPartials = 1024;  // CTAs of nvfp4_quantize_amax
   static constexpr int kPairGrid = 5;        // CTAs a multiprocessor, of two blocks a thread
 };
 
@@ -55,6 +55,13 @@ inline bool takes_one_pass(const QuantizeProblem& p) {
          no_gaps(p.scales.row_stride, p.k / hopwell::nvfp4::kBlock) && p.rows * p.k % Config::kItemNumbers == 0 &&
          p.rows * p.k / Config::kItemNumbers <= std::int64_t{Config::kItems} * Config::kWarps * p.device.sms;
 }
+
+struct QuantizePlan {
+  bool amax = false;      // a kernel finds the largest |x| first
+  bool pairs = false;     // a thread quantizes two blocks at a time
+  bool one_pass = false;  // one kernel finds the largest |x| and quantizes
+  std::size_t workspace_bytes = 0;
+};
 
 // Every warp of a kernel that takes pairs in one pass has an item.
 static_assert(QuantizeConfig::kPairGrid * QuantizeConfig::kThreads / 32 >= OnePassConfig::kWarps);

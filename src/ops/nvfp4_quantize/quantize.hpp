@@ -7,8 +7,8 @@
 //           many ties; of bf16 by sums that saturate
 // Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
-//           end on: amax_kernel writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
-//           quantize_kernel takes the largest of those. What stays on the chip is read once: one_pass.hpp.
+//           end on: nvfp4_quantize_amax writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
+//           nvfp4_quantize_blocks takes the largest of those. What stays on the chip is read once: one_pass.hpp.
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"
@@ -28,7 +28,7 @@ struct QuantizeParams {
   float* global_scale;
   const float* given_pointer;  // the global, or null
   float given_value;           // the global if there is no pointer; 0: it comes from x
-  uint32_t* amax;  // bits of the largest |x| that each CTA of amax_kernel found; null if the global is given
+  uint32_t* amax;  // bits of the largest |x| that each CTA of nvfp4_quantize_amax found; null if the global is given
   int64_t x_stride, codes_stride;
   RowItems blocks, items;  // of one block or two, with those that pad scales
   int partials;            // of amax
@@ -59,7 +59,8 @@ HOPWELL_DEVICE uint32_t max_of_cta(uint32_t (&of_warp)[kWarps], uint32_t bits) {
 
 // The largest finite |x| of this CTA's blocks. Index, here and below: uint32_t for few blocks, or int64_t.
 template <class T, class Index>
-__global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __grid_constant__ QuantizeParams<T> p) {
+__global__ void __launch_bounds__(QuantizeConfig::kThreads)
+    nvfp4_quantize_amax(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
@@ -204,7 +205,7 @@ HOPWELL_DEVICE void quantize_blocks(const QuantizeTable& table, const GlobalScal
 // if the largest |x| was looked for, they are the ones that L2 still holds.
 template <class T, bool kByThresholds, int kBlocks, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
-    quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
+    nvfp4_quantize_blocks(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();

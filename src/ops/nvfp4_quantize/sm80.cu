@@ -26,26 +26,29 @@ int partials_of(const QuantizeProblem& p) {
 
 constexpr std::size_t kAmaxBytes = sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials;
 
-std::size_t quantize_workspace_bytes(const QuantizeProblem& p) { return needs_amax(p) ? kAmaxBytes : 0; }
+runtime::PlanOr<QuantizePlan> plan_quantize(const QuantizeProblem& p) {
+  const bool amax = needs_amax(p);
+  return QuantizePlan{amax, takes_pairs(p), takes_one_pass(p), amax ? kAmaxBytes : 0};
+}
 
 template <class T>
 void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
   const bool few = params.blocks.are_few();
-  runtime::launch("nvfp4_quantize", few ? amax_kernel<T, std::uint32_t> : amax_kernel<T, std::int64_t>, shape, stream,
-                  params);
+  runtime::launch("nvfp4_quantize", few ? nvfp4_quantize_amax<T, std::uint32_t> : nvfp4_quantize_amax<T, std::int64_t>,
+                  shape, stream, params);
 }
 
 template <bool kByThresholds, class T>
 void launch_blocks(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
   const bool few = params.items.are_few();
-  runtime::launch(
-      "nvfp4_quantize",
-      few ? quantize_kernel<T, kByThresholds, 1, std::uint32_t> : quantize_kernel<T, kByThresholds, 1, std::int64_t>,
-      shape, stream, params);
+  runtime::launch("nvfp4_quantize",
+                  few ? nvfp4_quantize_blocks<T, kByThresholds, 1, std::uint32_t>
+                      : nvfp4_quantize_blocks<T, kByThresholds, 1, std::int64_t>,
+                  shape, stream, params);
 }
 
 template <class T>
-void launch_one_pass(const QuantizeProblem& p, Stream stream, const T* x) {
+void launch_one_pass(const QuantizeProblem& p, void* workspace, Stream stream, const T* x) {
   static_assert(sizeof(std::uint32_t) * AmaxExchange::kWords <= kAmaxBytes);
   const OnePassParams<T> params{
       .x = x,
@@ -53,9 +56,9 @@ void launch_one_pass(const QuantizeProblem& p, Stream stream, const T* x) {
       .scales = p.scales.data,
       .global_scale = p.global_scale.as<float>(),
       .items = static_cast<std::uint32_t>(p.rows * p.k / OnePassConfig::kItemNumbers),
-      .exchange = {.words = static_cast<std::uint32_t*>(p.workspace), .tag = runtime::new_launch_tag()}};
+      .exchange = {.words = static_cast<std::uint32_t*>(workspace), .tag = runtime::new_launch_tag()}};
   const auto ctas = static_cast<std::uint32_t>(p.device.sms);
-  runtime::launch("nvfp4_quantize", one_pass_kernel<T>,
+  runtime::launch("nvfp4_quantize", nvfp4_quantize_one_pass<T>,
                   {.grid = {ctas},
                    .threads = OnePassConfig::kThreads,
                    .cluster = HOPWELL_ON_DEVICE ? 1 : ctas,  // of which the emulator runs all CTAs at the same time
@@ -65,18 +68,18 @@ void launch_one_pass(const QuantizeProblem& p, Stream stream, const T* x) {
                   stream, params);
 }
 
-void launch_quantize(const QuantizeProblem& p, Stream stream) {
+void launch_quantize(const QuantizeProblem& p, const QuantizePlan& plan, void* workspace, Stream stream) {
   tile::with_type(p.x, [&]<class T>(const T* x) {
     if constexpr (sizeof(T) == 2)
-      if (takes_one_pass(p)) return launch_one_pass(p, stream, x);
-    const bool amax = needs_amax(p), pairs = takes_pairs(p);
+      if (plan.one_pass) return launch_one_pass(p, workspace, stream, x);
+    const bool amax = plan.amax, pairs = plan.pairs;
     const QuantizeParams<T> params{.x = x,
                                    .codes = p.codes.as<std::uint8_t>(),
                                    .scales = p.scales,
                                    .global_scale = p.global_scale.as<float>(),
                                    .given_pointer = p.has_global ? p.global.pointer : nullptr,
                                    .given_value = p.has_global ? p.global.value : 0,
-                                   .amax = static_cast<std::uint32_t*>(p.workspace),
+                                   .amax = static_cast<std::uint32_t*>(workspace),
                                    .x_stride = p.x.stride[0],
                                    .codes_stride = p.codes.stride[0],
                                    .blocks = row_items(p.rows, p.k / tile::kCodesPerBlock),
@@ -97,7 +100,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
       if (pairs)
-        return runtime::launch("nvfp4_quantize", quantize_kernel<T, true, 2, std::uint32_t>, shape, stream, params);
+        return runtime::launch("nvfp4_quantize", nvfp4_quantize_blocks<T, true, 2, std::uint32_t>, shape, stream,
+                               params);
       if (amax) return launch_blocks<true>(shape, stream, params);
     }
     launch_blocks<false>(shape, stream, params);
@@ -106,9 +110,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
 
 void launch_dequantize(const DequantizeProblem& p, Stream stream) { dequantize("nvfp4_dequantize", p, stream); }
 
-const runtime::Registration<QuantizeProblem> quantize{
-    {.name = runtime::kBackend, .workspace_bytes = quantize_workspace_bytes, .launch = launch_quantize}};
-const runtime::Registration<DequantizeProblem> dequantize{{.name = runtime::kBackend, .launch = launch_dequantize}};
+const runtime::Registration quantize{runtime::kBackend, plan_quantize, launch_quantize};
+const runtime::Registration dequantize{runtime::kBackend, launch_dequantize};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4_quantize

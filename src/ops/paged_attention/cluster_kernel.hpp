@@ -25,6 +25,7 @@
 #include "ops/paged_attention/gpu/merge.hpp"
 #include "ops/paged_attention/gpu/prefetch.hpp"
 #include "ops/paged_attention/plan.hpp"
+#include "ops/paged_attention/tiles/dispatch.hpp"
 #include "ops/paged_attention/tiles/warp_tile.hpp"
 #include "tile/gpu/dependency.hpp"
 
@@ -217,7 +218,7 @@ HOPWELL_DEVICE void store_slice(const ClusterParams& p, const ClusterWork& work,
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kMaxThreads, 1) cluster_kernel(const __grid_constant__ ClusterParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_cluster(const __grid_constant__ ClusterParams p) {
   static_assert(WarpTile<Tile>);
   auto& s = arch::dynamic_smem<ClusterStorage<Tile>>();
   const ClusterWork work(p);
@@ -237,5 +238,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) cluster_kernel(const __grid_co
   send_sums<Tile>(p, work, s, tile.pitch());
   store_slice<Tile>(p, work, s);
 }
+
+template <class Tile>
+struct KernelOf<ClusterParams, Tile> {
+  static constexpr TileKernel<ClusterParams> value{paged_attention_cluster<Tile>, kClusterBytes<Tile>,
+                                                   Tile::kKeysOfLookup};
+};
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -531,7 +531,7 @@ void launch(const Problem& p, Stream /*stream*/) {
   }
 }
 
-const runtime::Registration<Problem> cpu{{.name = "cpu", .launch = launch}};
+const runtime::Registration cpu{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::paged_attention

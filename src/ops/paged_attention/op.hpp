@@ -40,8 +40,6 @@ struct Problem {
   std::int64_t extent = 0;          // columns of bias or r
   std::int64_t b = 0, q_len = 0, h_q = 0, h_kv = 0, d = 0, blocks = 0, block = 0, max_blocks = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const PagedAttentionArgs& args);

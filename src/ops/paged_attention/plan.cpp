@@ -275,17 +275,16 @@ KeyMajorShape key_major_shape(const Problem& problem) {
   return best;
 }
 
-runtime::Support supports(const Problem& problem) {
+const char* unsupported(const Problem& problem) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (!std::isfinite(problem.scale * kLog2E)) return runtime::Support::no("needs |scale| below 2^128 / log2(e)");
-  if (problem.max_blocks * problem.block > kMaxKeys)
-    return runtime::Support::no("max_blocks * block must be at most 2^30");
+  if (!std::isfinite(problem.scale * kLog2E)) return "needs |scale| below 2^128 / log2(e)";
+  if (problem.max_blocks * problem.block > kMaxKeys) return "needs max_blocks * block at most 2^30";
   if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
-    return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
+    return "needs b, blocks and q_len * h_q * d below 2^31";
   const std::int64_t tiles = problem.max_blocks * problem.block / kMinTile + 1;  // of a sequence, at most
   if (tiles * problem.b >= kLimit || tiles * problem.h_q * problem.q_len >= kLimit)
-    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^32");
-  return {};
+    return "needs max_blocks * block * b (or q_len * h_q) below 2^32";
+  return nullptr;
 }
 
 Params plan_split(const Problem& problem, const SharedBytes& shared) {
@@ -304,9 +303,8 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   return p;
 }
 
-std::size_t split_workspace_bytes(const Problem& problem) {
-  const Params p = params_of(problem, kMaxHeads, mma_blocks(problem));
-  return static_cast<std::size_t>(problem.device.sms * p.schedule.pieces) * kPieceBytes;
+std::size_t split_workspace_bytes(const Params& params) {
+  return static_cast<std::size_t>(params.schedule.ctas.value * params.schedule.pieces) * kPieceBytes;
 }
 
 // The heads of a row block, and the largest clusters that all run at a time: so that most SMs have work, and of equal
@@ -323,22 +321,23 @@ ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_
   return best;
 }
 
-runtime::Support supports_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
-  if (const runtime::Support support = supports(problem); !support.ok) return support;
-  if (problem.b == 0) return {};
-  if (problem.b * problem.h_kv > kMaxClusterHeads * clusters_that_fit(2, problem.device))
-    return runtime::Support::no("too many sequences and heads");
+runtime::PlanOr<ClusterPlan> plan_clusters_if_faster(const Problem& problem, ClustersThatFit clusters_that_fit) {
+  using runtime::Unsupported;
+  if (const char* reason = unsupported(problem)) return Unsupported{reason};
+  if (problem.b == 0) return ClusterPlan{};
+  const Unsupported too_many{"needs few sequences and heads, so that a cluster for each runs at the same time"};
+  if (problem.b * problem.h_kv > kMaxClusterHeads * clusters_that_fit(2, problem.device)) return too_many;
   const ClusterPlan plan = plan_clusters(problem, clusters_that_fit);
-  if (plan.size == 0) return runtime::Support::no("too many sequences and heads");
+  if (plan.size == 0) return too_many;
   const std::int64_t longest = problem.max_blocks * problem.block;
-  if (longest <= kLong && longest * problem.b <= 4 * kLong) return {};
+  if (longest <= kLong && longest * problem.b <= 4 * kLong) return plan;
   if (problem.b > 1)
-    return runtime::Support::no("max_blocks * block must be at most 4096, and 16384 / b, for b above 1");
+    return Unsupported{"slower than sm80 for max_blocks * block above 4096 or above 16384 / b, if b > 1"};
   if (problem.q.dtype == DType::kFloat32 || 3 * plan.ctas() < 2 * problem.device.sms)
-    return runtime::Support::no("max_blocks * block must be at most 4096 for so few heads, or float32");
+    return Unsupported{"slower than sm80 for max_blocks * block above 4096 with few heads or float32"};
   if (4 * longest * problem.h_kv * problem.d > kMaxBytes)
-    return runtime::Support::no("a block table must be for at most 256 MiB of keys and values");
-  return {};
+    return Unsupported{"slower than sm80 for block tables of more than 256 MiB of keys and values"};
+  return plan;
 }
 
 ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,

@@ -29,8 +29,8 @@ struct KeyMajorShape {
 KeyMajorShape key_major_shape(const Problem& problem);
 constexpr int kMaxJoinedHeads = 8;  // of a row block
 
-// What the kernels can count.
-runtime::Support supports(const Problem& problem);
+// Why neither GPU kernel supports the problem, or null.
+const char* unsupported(const Problem& problem);
 
 // The shared memory of a CTA: its own, and each of its warps'.
 struct SharedBytes {
@@ -40,12 +40,27 @@ struct SharedBytes {
   }
 };
 
+// The kernel that runs a warp tile. P: Params for the split kernel, ClusterParams for the cluster kernel.
+template <class P>
+struct TileKernel {
+  void (*kernel)(P) = nullptr;
+  SharedBytes shared{};
+  int keys_of_lookup = 1;  // consecutive keys of a tile whose page is looked up once
+};
+
 // ---- split_kernel.hpp: all keys shared out equally, one CTA an SM --------------------------------------------------
 
 // All but where partial results go and their tag.
 Params plan_split(const Problem& problem, const SharedBytes& shared);
-// For a partial result of each CTA.
-std::size_t split_workspace_bytes(const Problem& problem);
+// Size of the workspace, which has room for a partial result of each CTA.
+std::size_t split_workspace_bytes(const Params& params);
+
+// Plan of a call. `params` has the addresses of the problem's tensors.
+struct SplitPlan {
+  TileKernel<Params> kernel;
+  Params params{};
+  std::size_t workspace_bytes = 0;
+};
 
 // ---- cluster_kernel.hpp: a cluster of CTAs for each row block ------------------------------------------------------
 
@@ -60,10 +75,17 @@ struct ClusterPlan {
   [[nodiscard]] int ctas() const { return clusters * size; }
 };
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
-// Whether the cluster kernel is the better one, or why not.
-runtime::Support supports_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
-// `keys_of_lookup`: consecutive keys of a tile whose page is looked up once.
+// The same, or the reason why the cluster kernel does not support the problem or is slower than the split kernel.
+runtime::PlanOr<ClusterPlan> plan_clusters_if_faster(const Problem& problem, ClustersThatFit clusters_that_fit);
+// `keys_of_lookup`: see TileKernel.
 ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,
                              int keys_of_lookup);
+
+// Plan of a call. `params` has the addresses of the problem's tensors.
+struct ClusterCall {
+  TileKernel<ClusterParams> kernel;
+  ClusterPlan clusters;
+  ClusterParams params{};
+};
 
 }  // namespace hopwell::ops::paged_attention

@@ -27,6 +27,7 @@
 #include "ops/paged_attention/gpu/partition.hpp"
 #include "ops/paged_attention/gpu/prefetch.hpp"
 #include "ops/paged_attention/plan.hpp"
+#include "ops/paged_attention/tiles/dispatch.hpp"
 #include "ops/paged_attention/tiles/warp_tile.hpp"
 #include "tile/gpu/dependency.hpp"
 
@@ -207,7 +208,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_split(const __grid_constant__ Params p) {
   static_assert(WarpTile<Tile>);
   auto& s = arch::dynamic_smem<SplitStorage<Tile>>();
   const int warp = arch::warp_index();
@@ -226,5 +227,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_cons
   merge_cta<typename Tile::Type>(p, s.of_cta.merge, WarpWork(work).partition, partial_of, tile.pitch());
   store_empty<typename Tile::Type>(p);
 }
+
+template <class Tile>
+struct KernelOf<Params, Tile> {
+  static constexpr TileKernel<Params> value{paged_attention_split<Tile>, kSplitBytes<Tile>, Tile::kKeysOfLookup};
+};
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

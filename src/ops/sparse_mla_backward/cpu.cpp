@@ -277,7 +277,7 @@ void launch(const Problem& p, Stream) {
   }
 }
 
-const runtime::Registration<Problem> cpu{{.name = "cpu", .launch = launch}};
+const runtime::Registration cpu{"cpu", launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_backward

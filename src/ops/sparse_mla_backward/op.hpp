@@ -26,8 +26,6 @@ struct Problem {
   bool accumulate = false;         // dkv is there, fp32, and added into
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const SparseMlaBackwardArgs& args);

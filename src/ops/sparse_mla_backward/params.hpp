@@ -49,19 +49,19 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
 }
 
-inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& plan) {
+inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& plan, void* workspace) {
   const bool attn = problem.attn && !plan.distribution;
-  return {scratch<int>(problem, plan.workspace.rows),
-          attn ? scratch<uint16_t>(problem, plan.workspace.sources) : nullptr,
-          scratch<int>(problem, plan.workspace.lengths)};
+  return {runtime::at_offset<int>(workspace, plan.workspace.rows),
+          attn ? runtime::at_offset<uint16_t>(workspace, plan.workspace.sources) : nullptr,
+          runtime::at_offset<int>(workspace, plan.workspace.lengths)};
 }
 
 // Parameters that are the same for all main kernels of a call.
-inline Params params_of(const Problem& problem, const Plan& plan) {
-  const Workspace& workspace = plan.workspace;
+inline Params params_of(const Problem& problem, const Plan& plan, void* workspace) {
   Params p{};
   p.selection = tile::params_of(problem.selection);
-  if (plan.orders_rows) p.selection = tile::ordered_selection_of(p.selection, ordered_rows_of(problem, plan));
+  if (plan.orders_rows)
+    p.selection = tile::ordered_selection_of(p.selection, ordered_rows_of(problem, plan, workspace));
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
   p.lse = problem.lse.as<const float>(), p.sink = problem.attn_sink.as<const float>();
@@ -75,30 +75,32 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.kv_stride_s = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
   p.heads_of_member = p.h_q;
   p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
-  if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
-  if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
+  if (plan.paces)
+    p.progress = runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), p.pace_slack = plan.pace_slack;
+  if (problem.d_sink) p.sink_parts = runtime::at_offset<float>(workspace, plan.workspace.sink_parts);
   p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;
   if (plan.sums == DkvSums::fixed_point) {
-    p.fixed_dkv = scratch<int64_t>(problem, workspace.dkv), p.scale = scratch<float>(problem, workspace.scale);
+    p.fixed_dkv = runtime::at_offset<int64_t>(workspace, plan.workspace.dkv),
+    p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale);
   } else if (plan.sums != DkvSums::none) {
     const bool output = plan.sums == DkvSums::output;
-    p.dkv = output ? problem.dkv.as<float>() : scratch<float>(problem, workspace.dkv);
+    p.dkv = output ? problem.dkv.as<float>() : runtime::at_offset<float>(workspace, plan.workspace.dkv);
     p.dkv_stride = static_cast<int>(output ? problem.dkv.stride[0] : problem.d_qk);
   }
-  p.dq_slices = scratch<float>(problem, workspace.dq_slices);
+  p.dq_slices = runtime::at_offset<float>(workspace, plan.workspace.dq_slices);
   return p;
 }
 
 // Merge parameters. A group pays if a step of the kernel for groups times the length of the union is less than a step
 // of the kernel for ungrouped queries times the number of all entries.
-inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
+inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan, void* workspace) {
   constexpr float kWorthIt = 0.84F;  // time of 16 heads relative to 64
-  return merge_params(problem, plan.groups, plan.workspace.merged_rows, kWorthIt);
+  return merge_params(problem, workspace, plan.groups, plan.workspace.merged_rows, kWorthIt);
 }
 
 // A group's rows of q, out and so on have the layout of one query with the heads of all members.
-inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
-  const tile::MergeParams rows = merge_params_of(problem, plan);
+inline void take_groups(Params& p, const Problem& problem, const Plan& plan, void* workspace) {
+  const tile::MergeParams rows = merge_params_of(problem, plan, workspace);
   p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
   p.merged = {rows.lengths, 1, plan.grouped.whole_tiles, true};
   for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},
@@ -112,11 +114,11 @@ inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
 }
 
 // The parameters for one main kernel.
-inline Params params_of(Params p, const Problem& problem, const Plan& plan, const MainPass& pass) {
+inline Params params_of(Params p, const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass) {
   if (plan.groups.count > 0)
-    p.merged = {scratch<int>(problem, plan.workspace.merged_rows.lengths), plan.groups.members,
+    p.merged = {runtime::at_offset<int>(workspace, plan.workspace.merged_rows.lengths), plan.groups.members,
                 plan.grouped.whole_tiles, false};
-  if (pass.members > 1) take_groups(p, problem, plan);
+  if (pass.members > 1) take_groups(p, problem, plan, workspace);
   p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
   p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;
   return p;

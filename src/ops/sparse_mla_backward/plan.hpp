@@ -3,6 +3,9 @@
 // for every backend's kernels from the problem and the device.
 #pragma once
 
+#include <optional>
+
+#include "ops/attention_distribution/op.hpp"
 #include "ops/common/query_groups.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
 
@@ -63,7 +66,6 @@ struct Workspace {
   MergedRowsPlace merged_rows;                     // of groups
   std::size_t progress = 0;                        // steps that CTAs have made; and those with groups
   std::size_t dq_slices = 0;                       // of either kernel, one after the other
-  std::size_t bytes = 0;
 };
 
 using tile::kLongestOrderedRow;
@@ -73,6 +75,7 @@ struct Plan {
   // dkv are bounded by it. If it is not asked for it lies where the ordered rows will, which are made when it is used
   // up.
   bool distribution = false;
+  std::optional<runtime::Planned<attention_distribution::Problem>> distribution_call;
   DkvSums sums = DkvSums::none;
   bool ascending = false;          // CTAs go through keys in ascending order …
   bool orders_rows = false;        // … which the rows must be brought into
@@ -85,17 +88,17 @@ struct Plan {
   QueryGroups groups;              // whose rows are merged
   MainPass grouped, pairs, singles;
   Workspace workspace;
+  std::size_t workspace_bytes = 0;
 };
 
 Plan make_plan(const Problem& problem, const MainKernels& kernels);
+// The reason why no backend's kernels support the problem, if there is one.
+std::optional<runtime::Unsupported> unsupported(const Problem& problem, const Plan& plan);
 
-// Whether the kernels take the problem, as far as backends agree.
-runtime::Support check_plan(const Problem& problem, const Plan& plan);
+// The attention_distribution of a deterministic call: to attn of the call, or to the workspace.
+attention_distribution::Problem distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
 
-// Something in the workspace.
-template <class T>
-T* scratch(const Problem& problem, std::size_t offset) {
-  return reinterpret_cast<T*>(static_cast<std::byte*>(problem.workspace) + offset);
-}
+// The plan of a backend, or the reason why its kernels do not support the problem.
+runtime::PlanOr<Plan> plan_on(const char* backend, const Problem& problem, const MainKernels& kernels);
 
 }  // namespace hopwell::ops::sparse_mla_backward

@@ -7,39 +7,31 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 namespace {
 
-Plan plan_of(const Problem& problem) {
-  return make_plan(problem, {.keys = Config::kKeys,
-                             .single_heads = SingleConfig::kHeads,
-                             .pair_heads = PairConfig::kHeads,
-                             .deterministic_pairs = true});
-}
-
-runtime::Support supports(const Problem& problem) {
-  if (problem.s_kv > 1 && problem.kv.stride[0] < 1)
-    return runtime::Support::no("rows of kv must lie in ascending order");
-  return check_plan(problem, plan_of(problem));
+runtime::PlanOr<Plan> plan(const Problem& problem) {
+  if (problem.s_kv > 1 && problem.kv.stride[0] < 1) return runtime::Unsupported{"needs a positive row stride of kv"};
+  return plan_on(runtime::kBackend, problem,
+                 {.keys = Config::kKeys,
+                  .single_heads = SingleConfig::kHeads,
+                  .pair_heads = PairConfig::kHeads,
+                  .deterministic_pairs = true});
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) {
+void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   launch_variant<pair_kernel<kDqk, true, false>, pair_kernel<kDqk, false, true>, pair_kernel<kDqk, false, false>>(
-      problem, plan, plan.pairs, sizeof(PairStorage<kDqk>), stream);
+      problem, plan, workspace, plan.pairs, sizeof(PairStorage<kDqk>), stream);
   launch_variant<single_kernel<kDqk, true, false>, single_kernel<kDqk, false, true>, single_kernel<kDqk, false, false>>(
-      problem, plan, plan.singles, sizeof(SingleStorage<kDqk>), stream);
+      problem, plan, workspace, plan.singles, sizeof(SingleStorage<kDqk>), stream);
 }
 
-void launch(const Problem& problem, Stream stream) {
-  const Plan plan = plan_of(problem);
-  run_call(problem, plan, runtime::kBackend, stream, [&] {
-    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  run_call(problem, plan, workspace, stream, [&] {
+    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, workspace, stream)
+                        : launch_with_width<512>(problem, plan, workspace, stream);
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend,
-     .supports = supports,
-     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
-     .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

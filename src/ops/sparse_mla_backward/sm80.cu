@@ -16,32 +16,29 @@ bool takes_large_tiles(const Problem& problem) {
   return problem.h_q > SmallTile<576>::kHeads && has_room;
 }
 
-Plan plan_of(const Problem& problem) {
+runtime::PlanOr<Plan> plan(const Problem& problem) {
   const bool large = takes_large_tiles(problem);
-  return make_plan(problem, {.keys = large ? LargeTile<576>::kKeys : SmallTile<576>::kKeys,
-                             .single_heads = large ? LargeTile<576>::kHeads : SmallTile<576>::kHeads});
+  return plan_on(runtime::kBackend, problem,
+                 {.keys = large ? LargeTile<576>::kKeys : SmallTile<576>::kKeys,
+                  .single_heads = large ? LargeTile<576>::kHeads : SmallTile<576>::kHeads});
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) {
+void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (takes_large_tiles(problem))
-    launch_tile<LargeTile<kDqk>>(problem, plan, stream);
+    launch_tile<LargeTile<kDqk>>(problem, plan, workspace, stream);
   else
-    launch_tile<SmallTile<kDqk>>(problem, plan, stream);
+    launch_tile<SmallTile<kDqk>>(problem, plan, workspace, stream);
 }
 
-void launch(const Problem& problem, Stream stream) {
-  const Plan plan = plan_of(problem);
-  run_call(problem, plan, runtime::kBackend, stream, [&] {
-    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  run_call(problem, plan, workspace, stream, [&] {
+    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, workspace, stream)
+                        : launch_with_width<512>(problem, plan, workspace, stream);
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend,
-     .supports = [](const Problem& problem) { return check_plan(problem, plan_of(problem)); },
-     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
-     .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -7,34 +7,29 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 namespace {
 
-using runtime::kBackend;
-
 // The pair adds two partial sums per score; the kernel for 64 heads computes one sum. dq of deterministic calls must
 // not depend on the number of heads, so these calls do not use the pair.
-Plan plan_of(const Problem& problem) {
-  return make_plan(problem, {.keys = Config::kKeys,
-                             .single_heads = Config::kHeads,
-                             .pair_heads = PairConfig::kHeads,
-                             .deterministic_pairs = false,
-                             .merges_rows = true,
-                             .single_streams_keys = true});
+runtime::PlanOr<Plan> plan(const Problem& problem) {
+  return plan_on(runtime::kBackend, problem,
+                 {.keys = Config::kKeys,
+                  .single_heads = Config::kHeads,
+                  .pair_heads = PairConfig::kHeads,
+                  .deterministic_pairs = false,
+                  .merges_rows = true,
+                  .single_streams_keys = true});
 }
 
-void launch(const Problem& problem, Stream stream) {
-  const Plan plan = plan_of(problem);
-  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups, merge_params_of(problem, plan), stream);
-  run_call(problem, plan, kBackend, stream, [&] {
-    launch_groups(problem, plan, stream);
-    launch_pairs(problem, plan, stream);
-    launch_singles(problem, plan, stream);
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups,
+                                           merge_params_of(problem, plan, workspace), stream);
+  run_call(problem, plan, workspace, stream, [&] {
+    launch_groups(problem, plan, workspace, stream);
+    launch_pairs(problem, plan, workspace, stream);
+    launch_singles(problem, plan, workspace, stream);
   });
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = kBackend,
-     .supports = [](const Problem& problem) { return check_plan(problem, plan_of(problem)); },
-     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
-     .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -19,8 +19,6 @@ struct Problem {
   bool share_keys = false;  // adjacent queries may be grouped
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
 };
 
 Problem check(const SparseMlaForwardArgs& args);

@@ -20,11 +20,9 @@ Plan plan_of(const Problem& problem) {
             .groups = query_groups(problem, kManyHeads, {problem.q, problem.out, problem.max_logits, problem.lse}),
             .merged_rows = {},
             .workspace_bytes = 0};
-  plan.merged_rows = place_merged_rows(plan.groups, problem.topk, [&plan](std::int64_t bytes) {
-    const std::size_t offset = plan.workspace_bytes;
-    plan.workspace_bytes += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
-    return offset;
-  });
+  runtime::WorkspaceLayout layout;
+  plan.merged_rows = place_merged_rows(plan.groups, problem.topk, layout);
+  plan.workspace_bytes = layout.bytes;
   return plan;
 }
 

@@ -13,15 +13,15 @@ namespace {
 // for 64 keys (single.hpp). A pair would take 1,250 cycles on each of two SMs (pair.hpp).
 std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 
-runtime::Support supports(const Problem& p) {
-  using runtime::Support;
-  if (p.q.dtype != DType::kBFloat16) return Support::no("q and kv must be bfloat16");
-  if ((p.d_qk != 576 && p.d_qk != 512) || p.d_v != 512) return Support::no("d_qk must be 576 or 512, d_v 512");
+runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if ((p.d_qk != 576 && p.d_qk != 512) || p.d_v != 512) return Unsupported{"needs d_qk 576 or 512, d_v 512"};
   if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))
-    return Support::no("rows of q and kv must be 16-byte aligned, those of kv in ascending order");
+    return Unsupported{"needs rows of q and kv 16-byte aligned, a positive row stride of kv"};
   if (!runtime::fit_in_ints({p.s_q * (2 * pairs_of(p) + 1), p.s_kv, p.topk}))
-    return Support::no("s_q times blocks of 64 heads, s_kv and topk must be below 2^31 - 1024");
-  return {};
+    return Unsupported{"needs s_q times blocks of 64 heads, s_kv and topk below 2^31 - 1024"};
+  return runtime::NoPlan{};
 }
 
 template <int kDqk>
@@ -50,7 +50,7 @@ void launch(const Problem& problem, Stream stream) {
   problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -5,17 +5,18 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-runtime::Support supports(const Problem& p) {
-  if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
-  if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
-  if (p.d_v != 512) return runtime::Support::no("d_v must be 512");
+runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
+  if (p.d_v != 512) return Unsupported{"needs d_v 512"};
   if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1))
-    return runtime::Support::no("rows of q and kv must be 16-byte aligned");
-  if (!tile::rows_aligned(p.out, 2, 4)) return runtime::Support::no("rows of out must be 4-byte aligned");
+    return Unsupported{"needs rows of q and kv 16-byte aligned"};
+  if (!tile::rows_aligned(p.out, 2, 4)) return Unsupported{"needs rows of out 4-byte aligned"};
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q > 16 * 65535)
-    return runtime::Support::no("s_q, s_kv and topk must be below 2^31, h_q at most 1048560");
-  return {};
+    return Unsupported{"needs s_q, s_kv and topk below 2^31, h_q at most 1048560"};
+  return runtime::NoPlan{};
 }
 
 template <int kDqk>
@@ -33,7 +34,7 @@ void launch(const Problem& problem, Stream stream) {
   problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -9,13 +9,14 @@ namespace {
 
 constexpr const char* kName = "sparse_mla_forward";
 
-runtime::Support supports(const Problem& p) {
-  if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
-  if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
-  if (p.d_v != 512) return runtime::Support::no("d_v must be 512");
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
+  if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
+  if (p.d_v != 512) return Unsupported{"needs d_v 512"};
   if (!runtime::fit_in_ints({p.s_q, p.s_kv, p.topk, p.h_q, p.s_q * ((p.h_q + 63) / 64)}))
-    return runtime::Support::no("s_q, s_kv, topk, h_q and s_q · h_q / 64 must be below 2^31 - 1024");
-  return {};
+    return Unsupported{"needs s_q, s_kv, topk, h_q and s_q · h_q / 64 below 2^31 - 1024"};
+  return plan_of(p);
 }
 
 // Roles of the warpgroups. The two math warpgroups run the same instructions.
@@ -44,14 +45,14 @@ __global__ void __launch_bounds__(Storage::kThreads, 1)
 
 // Merge parameters. A group pays if a step of the kernel for many heads times the length of the union is less than a
 // step of the kernel for few heads times the number of all entries.
-tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
+tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan, void* workspace) {
   const float worth_it = plan.tile_heads == 16 ? 0.6F : 0.8F;  // time of 16 or 32 heads relative to 64
-  return merge_params(problem, plan.groups, plan.merged_rows, worth_it);
+  return merge_params(problem, workspace, plan.groups, plan.merged_rows, worth_it);
 }
 
 // Adapts the parameters of the kernel for groups (`of_groups`), or of the kernel for ungrouped queries.
-void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, bool of_groups) {
-  const tile::MergeParams rows = merge_params_of(problem, plan);
+void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, void* workspace, bool of_groups) {
+  const tile::MergeParams rows = merge_params_of(problem, plan, workspace);
   p.merged = {rows.lengths, of_groups ? 1 : plan.groups.members, static_cast<int>(plan.groups.count), of_groups};
   if (!of_groups) return;
   p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
@@ -66,11 +67,11 @@ void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, boo
 }
 
 template <class Storage>
-void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
+void launch_kernel(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   typename Storage::KernelParams p{params_of(problem)};
   arch::LaunchShape shape = runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage));
   if constexpr (std::is_same_v<decltype(p), GroupedParams>) {
-    take_groups(p, problem, plan, Storage::kOfGroups);
+    take_groups(p, problem, plan, workspace, Storage::kOfGroups);
     shape.programmatic_dependency = problem.device.has_dependent_launches();
   }
   p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
@@ -80,38 +81,35 @@ void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
 
 // Launches the kernel for groups that pay, then the kernel for the ungrouped queries.
 template <int kDqk>
-void launch_in_groups(const Problem& problem, const Plan& plan, Stream stream) {
-  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups, merge_params_of(problem, plan), stream);
-  launch_kernel<many_heads::SharedStorage<kDqk, true>>(problem, plan_of_groups(problem, plan), stream);
+void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups,
+                                           merge_params_of(problem, plan, workspace), stream);
+  launch_kernel<many_heads::SharedStorage<kDqk, true>>(problem, plan_of_groups(problem, plan), workspace, stream);
   if (plan.tile_heads == 16)
-    launch_kernel<few_heads::SharedStorage<16, kDqk, true>>(problem, plan, stream);
+    launch_kernel<few_heads::SharedStorage<16, kDqk, true>>(problem, plan, workspace, stream);
   else
-    launch_kernel<few_heads::SharedStorage<32, kDqk, true>>(problem, plan, stream);
+    launch_kernel<few_heads::SharedStorage<32, kDqk, true>>(problem, plan, workspace, stream);
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, Stream stream) {
-  const Plan plan = plan_of(problem);
+void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (plan.groups.count > 0)
-    launch_in_groups<kDqk>(problem, plan, stream);
+    launch_in_groups<kDqk>(problem, plan, workspace, stream);
   else if (plan.tile_heads == 16)
-    launch_kernel<few_heads::SharedStorage<16, kDqk>>(problem, plan, stream);
+    launch_kernel<few_heads::SharedStorage<16, kDqk>>(problem, plan, workspace, stream);
   else if (plan.tile_heads == 32)
-    launch_kernel<few_heads::SharedStorage<32, kDqk>>(problem, plan, stream);
+    launch_kernel<few_heads::SharedStorage<32, kDqk>>(problem, plan, workspace, stream);
   else
-    launch_kernel<many_heads::SharedStorage<kDqk>>(problem, plan, stream);
+    launch_kernel<many_heads::SharedStorage<kDqk>>(problem, plan, workspace, stream);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
+  const auto launch_it = problem.d_qk == 576 ? launch_with_width<576> : launch_with_width<512>;
+  launch_it(problem, plan, workspace, stream);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend,
-     .supports = supports,
-     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace_bytes; },
-     .launch = launch}};
+const runtime::Registration backend{runtime::kBackend, plan, launch};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -45,7 +45,7 @@ class Helpers {
     loop.body(loop.context);
     in_loop = false;
     lock.lock();
-    std::erase(loops_, &loop);  // whoever has not come yet finds nothing left to do
+    std::erase(loops_, &loop);  // a thread that arrives later finds no item
     left_.wait(lock, [&] { return loop.inside == 0; });
   }
 

@@ -5,10 +5,9 @@
 
 #include "arch/sm80/convert.hpp"
 #include "runtime/check.hpp"
+#include "tile/ceil_div.hpp"
 
 namespace hopwell::tile {
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// Whether every row of a view starts at a multiple of `bytes` bytes. The first `dims` dimensions select the row.
 inline bool rows_aligned(const View& view, std::size_t dims, std::int64_t bytes = 16) {

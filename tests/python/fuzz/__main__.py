@@ -163,6 +163,15 @@ def emulated_gpus() -> list[str]:
     return [name for name in hopwell.backends() if name.startswith("emu:")]
 
 
+def groups_of(words: str | None) -> list[list[str]]:
+    """Backends that one run may fuzz together: on emulated ones tensors are on the host, and only a part of the calls
+    is made.
+    """
+    named = {"gpus": gpus(), "emulated": emulated_gpus()}
+    backends = [name for word in (words or "gpus,emulated").split(",") for name in named.get(word, [word])]
+    return [[name for name in backends if name.startswith("emu:") == emulated] for emulated in (False, True)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz")
     parser.add_argument("--backends", help="names, or `gpus` or `emulated`; default: these two, one after the other")
@@ -180,10 +189,8 @@ def main() -> int:
     seconds, seed = float(os.environ.get("FUZZ_SECONDS", "60")), int(os.environ.get("FUZZ_SEED", "0"))
     options = {"--call": given.call, "--device": given.device}
     more = [word for option in options.items() if option[1] is not None for word in option]
-    groups = {"gpus": gpus(), "emulated": emulated_gpus()}
-    chosen = [groups.get(given.backends, given.backends.split(","))] if given.backends else list(groups.values())
     summaries = []
-    for tasks in (tasks_of(group, given.operators.split(",")) for group in chosen):
+    for tasks in (tasks_of(group, given.operators.split(",")) for group in groups_of(given.backends)):
         if tasks:
             summaries.append(fuzz(tasks, seconds, seed, *more))
             print(summaries[-1].text(), flush=True)

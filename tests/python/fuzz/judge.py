@@ -314,6 +314,50 @@ def nvfp4_linear_backward(a: dict[str, Any]) -> list[Expected]:
     return [Expected("d_x", reference.nvfp4_linear_backward(**a), BOUNDS[str(a["d_out"].dtype)], slack)]
 
 
+def _pooling(a: dict[str, Any]) -> tuple[Any, float]:
+    """|kv|, and how far off a weight may be, as a share of it.
+
+    A value is infinite where its column is not judged: kv is not finite, or a gate is so large that exponentials differ
+    in fp32.
+    """
+    bias = finite(a["position_bias"]).max(initial=0.0) if "position_bias" in a else 0.0
+    gates = finite(a["gate"])
+    unsure = (gates + bias > 1e4) | ~np.isfinite(a["kv"].astype(np.float64)) | (finite(a["kv"]) > LARGE)
+    largest = min(float(gates.max(initial=0.0)), 1e4) + float(bias)
+    return np.where(unsure, np.inf, finite(a["kv"])), 4 * ROUNDING + largest * 2.0**-22
+
+
+def kv_compress(a: dict[str, Any]) -> list[Expected]:
+    rows = len(a["out"]) if "out" in a else len(a["kv"]) // a["ratio"]
+    width = a["kv"].shape[1] // (2 if a["overlap"] else 1)
+    given = {name: value for name, value in a.items() if name not in ("out", "out_dtype")}
+    value, total = (
+        reference.kv_compress(**given | {"kv": kv}, out=np.zeros((rows, width))) for kv in (a["kv"], _pooling(a)[0])
+    )
+    slack = _unless(~np.isfinite(total), _pooling(a)[1] * finite(total) + TINY)
+    bound = BOUNDS[a.get("out_dtype", str(a["kv"].dtype))]
+    return [Expected("out", value, bound, slack, elementwise=True)]
+
+
+def kv_compress_backward(a: dict[str, Any]) -> list[Expected]:
+    d_kv, d_gate, d_bias = reference.kv_compress_backward(**a)
+    kv, share = _pooling(a)
+    d_out = np.where(np.isfinite(a["d_out"].astype(np.float64)), finite(a["d_out"]), np.inf)
+    size = reference.kv_compress_backward(**a | {"d_out": d_out})[0]  # weights · |d_out|
+    # A column's values, those of other windows among them: unjudged if one of them is.
+    largest = np.where(np.isfinite(kv).all(axis=0), finite(kv).max(axis=0, initial=0.0), np.inf)
+    of_kv = _unless(~np.isfinite(size) | ~np.isfinite(largest), share * finite(size) + TINY)
+    factor = 2 * finite(largest) + 1
+    of_gate = _unless(~np.isfinite(of_kv) | (size * factor > LARGE), (2 * share * finite(size) + TINY) * factor)
+    of_bias = np.broadcast_to(of_gate.sum(axis=0) + ROUNDING * finite(d_gate).sum(axis=0), (a["ratio"], kv.shape[1]))
+    bound = BOUNDS[str(a["kv"].dtype)]
+    return [
+        Expected("d_kv", d_kv, bound, of_kv, elementwise=True),
+        Expected("d_gate", d_gate, bound, of_gate, elementwise=True),
+        Expected("d_position_bias", d_bias, 1e-4, of_bias),
+    ]
+
+
 def nvfp4_matmul(a: dict[str, Any]) -> list[Expected]:
     sizes = {"a": _sizes(a["a"]), "b": _sizes(a["b"]), "sfa": _scale_sizes(a["sfa"]), "sfb": _scale_sizes(a["sfb"])}
     size = reference.nvfp4_matmul(**sizes, scale_layout=a.get("scale_layout", "plain"))
@@ -360,6 +404,8 @@ _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
         judge_indexer.lightning_indexer_backward,
         judge_indexer.indexer_dense_loss,
         normalize_l1,
+        kv_compress,
+        kv_compress_backward,
     )
 }
 
@@ -373,7 +419,7 @@ def expect(call: FuzzedCall, backend: str = "cpu") -> Callable[[tuple[Any, ...]]
         keep = {
             name: value
             for name, value in arguments.items()
-            if name not in call.outputs or call.operator == "sparse_mla_backward"
+            if name not in call.outputs or call.operator in ("sparse_mla_backward", "kv_compress")
         }
         expected = [on_backend(call.operator, one, backend) for one in _JUDGES[call.operator](keep)]
         if (

@@ -17,8 +17,15 @@ from . import backends
 from .right import FuzzedCall
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+class Events:
+    """The standard output, for events alone: whatever else this process prints goes to its standard error."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, **event: Any) -> None:
+        print(json.dumps(event), file=self._out, flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -47,6 +54,7 @@ def is_lost(device: torch.device | None) -> bool:
 def main() -> None:
     given = arguments()
     faulthandler.enable()
+    say = Events().say
     device = None if given.device is None else torch.device(given.device)
     tasks = [tuple(task.split("@")) for task in given.tasks.split(",")]
     end = time.monotonic() + given.seconds

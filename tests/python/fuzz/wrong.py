@@ -313,6 +313,7 @@ _SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end"), "s_
 _INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk", "d_scores": "s_q topk"}
 _INDEXER |= {"q_scale": "s_q h", "k_scale": "s_kv"}
 _INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q")
+_POOLING = {"kv": "s w", "gate": "s w", "position_bias": "ratio w", "cu_seqlens": "n!", "cu_compressed": "n!"}
 _DIMENSIONS: dict[str, dict[str, str]] = {
     "sparse_mla_forward": _SPARSE | {"out": "s_q h_q d_v!", "max_logits": "s_q h_q", "lse": "s_q h_q"},
     "sparse_mla_backward": _SPARSE
@@ -336,6 +337,8 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "lightning_indexer_backward": _INDEXER,
     "indexer_dense_loss": _INDEXER | {"q": "s_q h_q d_qk", "lse": "s_q h_q"},
     "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
+    "kv_compress": _POOLING,
+    "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
 }
 _CACHES = {
     "nhd": ("blocks block h_kv d!",) * 2,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..problem import Problem, Shape
+from .kv_compress import kv_compress, kv_compress_backward
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
 from .nvfp4 import (
     nvfp4_dequantize,
@@ -41,6 +42,7 @@ class Operator:
 
 KEYS = [8192, 32768, 65536, 131072]
 BY_KEYS = [{"h_q": h_q, "s_kv": s_kv} for h_q in (128, 64) for s_kv in KEYS]
+POOLS = [{}, {"d": 128}, {"ratio": 128, "overlap": 0}, {"s": 65536}, {"s": 65536, "ratio": 128, "overlap": 0}]
 LAYERS = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
 TINY = {"s_q": 16, "h_q": 16, "s_kv": 256, "topk": 64}
 TINY_INDEX = {"s_q": 16, "s_kv": 256, "h_index": 4, "topk": 64, "d_index": 32}
@@ -66,6 +68,8 @@ OPERATORS = {
         indexer_dense_loss, [{}], [{"s": 64}], {"s": 32, "h_q": 4, "h_index": 4, "d_qk": 64, "d_index": 32}
     ),
     "normalize_l1": Operator(normalize_l1, [{}], [{"rows": 1024}], {"rows": 16, "columns": 64}),
+    "kv_compress": Operator(kv_compress, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
+    "kv_compress_backward": Operator(kv_compress_backward, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
     "paged_attention": Operator(
         paged_attention,
         [

@@ -1,16 +1,17 @@
 """The operators as `torch.library` custom ops in the namespace `hopwell`.
 
 Every op has a fake kernel, so `torch.compile` traces through it without a graph break; `sparse_mla`, `indexer_loss`,
-`indexer_dense_loss`, `indexer_scores` and the scores of `lightning_indexer` are differentiable, and `nvfp4_linear` for
-x and bias. The functions here take tensors and return fresh tensors (an op that wrote into its arguments could not be
-differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too. Custom ops know no
-keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
+`indexer_dense_loss`, `indexer_scores`, `kv_compress` and the scores of `lightning_indexer` are differentiable, and
+`nvfp4_linear` for x and bias. The functions here take tensors and return fresh tensors (an op that wrote into its
+arguments could not be differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too.
+Custom ops know no keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
 
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
 """
 
 from ._indexer_dense_loss import indexer_dense_loss
 from ._indexer_scores import indexer_scores
+from ._kv_compress import kv_compress, kv_compress_backward
 from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
 from ._nvfp4 import (
     nvfp4_dequantize,
@@ -28,6 +29,8 @@ __all__ = [
     "indexer_dense_loss",
     "indexer_loss",
     "indexer_scores",
+    "kv_compress",
+    "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
     "normalize_l1",

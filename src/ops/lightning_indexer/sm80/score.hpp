@@ -211,9 +211,9 @@ auto kernel_for(const ScoreParams<T>& p, bool relu) {
 
 // Scores of `count` queries from `first` on.
 template <class T>
-void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+void launch_score(const Problem& problem, void* workspace, std::int64_t first, std::int64_t count, Stream stream) {
   const ScorePlan plan = plan_mma_score(problem, count, kKeysOfCta<T>);
-  ScoreParams<T> p{score_task(problem, plan, first, count)};
+  ScoreParams<T> p{score_task(problem, plan, workspace, first, count)};
   p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
   p.q_stride = problem.q.stride[0];
   p.column_blocks = static_cast<int>((problem.d_index + tile::kBlockColumns - 1) / tile::kBlockColumns);

@@ -388,10 +388,10 @@ auto kernel_for(const ScoreParams<T>& p, bool relu) {
 
 // Scores of `count` queries from `first` on.
 template <class T>
-void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+void launch_score(const Problem& problem, void* workspace, std::int64_t first, std::int64_t count, Stream stream) {
   using Config = ScoreConfig<T>;
   const ScorePlan plan = plan_wgmma_score(problem, count, Config::kKeys);
-  ScoreParams<T> p{score_task(problem, plan, first, count)};
+  ScoreParams<T> p{score_task(problem, plan, workspace, first, count)};
   constexpr auto kColumns = static_cast<std::uint32_t>(128 / sizeof(T));
   p.q = tile::map_of(problem.q,
                      {{2, kColumns},

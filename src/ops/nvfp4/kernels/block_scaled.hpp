@@ -464,7 +464,7 @@ HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStor
 /// Grid [tiles of rows · CTAs of a cluster, tiles of columns, L], clusters of `ranks` CTAs or pairs.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockScaledConfig<kColumns>::kCtas)
-    block_scaled_kernel(const __grid_constant__ BlockScaledParams<T> p) {
+    nvfp4_matmul_block_scaled(const __grid_constant__ BlockScaledParams<T> p) {
 #if HOPWELL_HAS_SM100A
   using Config = BlockScaledConfig<kColumns>;
   auto& s = arch::dynamic_smem<BlockScaledStorage<kColumns>>();

@@ -343,7 +343,7 @@ struct FewColumnsWarp {
 // tile.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(32 * FewColumnsConfig<kColumns>::kMaxWarps, 1)
-    few_columns_kernel(const __grid_constant__ FewColumnsParams<T> p) {
+    nvfp4_linear_few_columns(const __grid_constant__ FewColumnsParams<T> p) {
   using Config = FewColumnsConfig<kColumns>;
   unsigned char* const shared = &arch::dynamic_smem<unsigned char>();
   const arch::BlockIndex cta = arch::block_index_3d();

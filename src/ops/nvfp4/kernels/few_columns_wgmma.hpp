@@ -217,7 +217,7 @@ HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const Globa
 // Shared memory: barriers, x, rings, sums.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
-    few_columns_wgmma_kernel(const __grid_constant__ FewColumnsWgmmaParams<T> p) {
+    nvfp4_linear_few_columns_wgmma(const __grid_constant__ FewColumnsWgmmaParams<T> p) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
   unsigned char* const shared = &arch::dynamic_smem<unsigned char>();
   const arch::BlockIndex cta = arch::block_index_3d();

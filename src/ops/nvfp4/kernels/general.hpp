@@ -58,7 +58,7 @@ struct GeneralParams {
 
 template <class X, class T>
 __global__ void __launch_bounds__(GeneralConfig::kThreads)
-    general_kernel(const __grid_constant__ GeneralParams<X, T> p) {
+    nvfp4_linear_general(const __grid_constant__ GeneralParams<X, T> p) {
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const arch::BlockIndex cta = arch::block_index_3d();

@@ -83,7 +83,7 @@ struct ArrangeParams {
 // products.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(ManyColumnsConfig::kArrangeThreads)
-    arrange_kernel(const __grid_constant__ ArrangeParams<T> p) {
+    nvfp4_linear_arrange_x(const __grid_constant__ ArrangeParams<T> p) {
   using Stage = ManyColumnsStage<kColumns>;
   tile::launch_dependents();
   const int thread = arch::block_index() * ManyColumnsConfig::kArrangeThreads + arch::thread_index(),
@@ -368,7 +368,7 @@ HOPWELL_DEVICE void multiply(const ManyColumnsParams& p, const Result<T>& result
 
 template <int kColumns, class T>
 __global__ void __launch_bounds__(ManyColumnsConfig::kThreads, 1)
-    many_columns_kernel(const __grid_constant__ ManyColumnsParams p, const __grid_constant__ Result<T> result) {
+    nvfp4_linear_many_columns(const __grid_constant__ ManyColumnsParams p, const __grid_constant__ Result<T> result) {
   auto& s = arch::dynamic_smem<ManyColumnsStorage<kColumns>>();
   const int warpgroup = arch::warpgroup_index(), warp = arch::warp_index();
   if (arch::thread_index() == 0) {

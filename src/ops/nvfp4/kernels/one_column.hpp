@@ -169,7 +169,7 @@ HOPWELL_DEVICE OneColumnStorage storage_of(const Params& p, int warp) {
 
 template <class X, class T>
 __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
-    one_column_kernel(const __grid_constant__ OneColumnParams<X, T> p) {
+    nvfp4_linear_gemv(const __grid_constant__ OneColumnParams<X, T> p) {
   const arch::BlockIndex cta = arch::block_index_3d();
   const int warp = arch::warp_index(), batch = cta.y;
   const int smaller = warp < p.larger_warps ? 0 : warp - p.larger_warps;  // slices before this warp's

@@ -15,16 +15,16 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 template <class LaunchMainKernels>
-void run_call(const Problem& problem, const Plan& plan, const char* backend, Stream stream,
+void run_call(const Problem& problem, const Plan& plan, void* workspace, Stream stream,
               const LaunchMainKernels& launch_main_kernels) {
-  distribute_attention(problem, plan, backend, stream);
-  choose_fixed_point_units(problem, plan, stream);
-  clear_sums(problem, plan, stream);
-  order_rows(problem, plan, stream);
+  distribute_attention(problem, plan, workspace, stream);
+  choose_fixed_point_units(problem, plan, workspace, stream);
+  clear_sums(problem, plan, workspace, stream);
+  order_rows(problem, plan, workspace, stream);
   launch_main_kernels();
-  finish_dkv(problem, plan, stream);
-  restore_attn(problem, plan, stream);
-  finish_d_sink(problem, plan, stream);
+  finish_dkv(problem, plan, workspace, stream);
+  restore_attn(problem, plan, workspace, stream);
+  finish_d_sink(problem, plan, workspace, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

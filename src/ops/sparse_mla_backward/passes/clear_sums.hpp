@@ -21,11 +21,11 @@ inline void clear(const ClearParams& p, const runtime::Device& device, Stream st
 }
 
 // dkv_accum of a call; no rows if there is none.
-inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan) {
+inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan, void* workspace) {
   if (plan.sums == DkvSums::none) return {};
   if (plan.sums == DkvSums::output)
     return {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
-  return {scratch<uint32_t>(problem, plan.workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
+  return {runtime::at_offset<uint32_t>(workspace, plan.workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
 }
 inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
   if (!problem.attn || plan.distribution) return {};
@@ -33,10 +33,11 @@ inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
 }
 
 // Clears all sums but those that order_rows clears: attn, and dkv if there are enough queries.
-inline void clear_sums(const Problem& problem, const Plan& plan, Stream stream) {
-  if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
+inline void clear_sums(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (plan.paces)
+    clear({runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
   if (!plan.orders_rows) clear(attn_sums_of(problem, plan), problem.device, stream);
-  if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan), problem.device, stream);
+  if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan, workspace), problem.device, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(32 * kSinkWarps) sum_sink_parts(const __grid_c
   p.d_sink[head * p.stride] = sum;
 }
 
-inline void finish_d_sink(const Problem& problem, const Plan& plan, Stream stream) {
+inline void finish_d_sink(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (!problem.d_sink) return;
-  const SinkParams p{scratch<float>(problem, plan.workspace.sink_parts), problem.d_sink.as<float>(), problem.s_q,
-                     problem.d_sink.stride[0], static_cast<int>(problem.h_q)};
+  const SinkParams p{runtime::at_offset<float>(workspace, plan.workspace.sink_parts), problem.d_sink.as<float>(),
+                     problem.s_q, problem.d_sink.stride[0], static_cast<int>(problem.h_q)};
   runtime::launch(kName, sum_sink_parts,
                   shape_of_ctas((problem.h_q + 31) / 32, 32 * kSinkWarps, sizeof(float[kSinkWarps][32])), stream, p);
 }

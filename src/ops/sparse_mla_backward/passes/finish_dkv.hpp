@@ -77,12 +77,12 @@ __global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_co
     }
 }
 
-inline void finish_dkv(const Problem& problem, const Plan& plan, Stream stream) {
+inline void finish_dkv(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (plan.sums == DkvSums::none || problem.s_kv == 0) return;
   const arch::LaunchShape shape = shape_over_rows(problem.s_kv, problem.device);
   const int d_qk = static_cast<int>(problem.d_qk);
   const bool fp32 = problem.dkv.dtype == DType::kFloat32;
-  const FinishParams p{scratch<float>(problem, plan.workspace.dkv),
+  const FinishParams p{runtime::at_offset<float>(workspace, plan.workspace.dkv),
                        fp32 ? problem.dkv.as<float>() : nullptr,
                        fp32 ? nullptr : problem.dkv.as<bf16>(),
                        problem.dkv.stride[0],
@@ -94,11 +94,11 @@ inline void finish_dkv(const Problem& problem, const Plan& plan, Stream stream) 
   else if (plan.sums == DkvSums::scratch)
     runtime::launch(kName, finish_fp32_dkv, shape, stream, p);
   else
-    runtime::launch(
-        kName, finish_fixed_dkv, shape, stream,
-        FinishFixedParams{scratch<int64_t>(problem, plan.workspace.dkv), scratch<float>(problem, plan.workspace.scale),
-                          scratch<uint32_t>(problem, plan.workspace.count),
-                          static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
+    runtime::launch(kName, finish_fixed_dkv, shape, stream,
+                    FinishFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv),
+                                      runtime::at_offset<float>(workspace, plan.workspace.scale),
+                                      runtime::at_offset<uint32_t>(workspace, plan.workspace.count),
+                                      static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

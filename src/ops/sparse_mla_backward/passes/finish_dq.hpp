@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_const
   }
 }
 
-inline void finish_dq(const Problem& problem, const Plan& plan, const MainPass& pass, Stream stream) {
+inline void finish_dq(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass, Stream stream) {
   if (!problem.dq || pass.sliced_tiles == 0) return;
-  const DqSlicesParams p{params_of({}, problem, plan, pass).merged,
-                         scratch<float>(problem, plan.workspace.dq_slices),
+  const DqSlicesParams p{params_of({}, problem, plan, workspace, pass).merged,
+                         runtime::at_offset<float>(workspace, plan.workspace.dq_slices),
                          problem.dq.as<bf16>(),
                          problem.dq.stride[0],
                          problem.dq.stride[1],

@@ -13,7 +13,6 @@
 //     choose_units    2^e
 #pragma once
 
-#include "ops/attention_distribution/op.hpp"
 #include "ops/sparse_mla_backward/passes/pass.hpp"
 #include "tile/gpu/fixed_point.hpp"
 #include "tile/gpu/warp.hpp"
@@ -153,30 +152,15 @@ __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_consta
 
 // ---- launch
 
-// attn of the call, or the buffer in the workspace.
-inline View distribution_of(const Problem& problem, const Plan& plan) {
-  if (problem.attn) return problem.attn;
-  View attn;
-  attn.data = scratch<float>(problem, plan.workspace.rows);
-  attn.dtype = DType::kFloat32, attn.ndim = 2, attn.present = true;
-  attn.shape = {problem.s_q, problem.topk}, attn.stride = {problem.topk, 1};
-  return attn;
+// Runs the backend's own attention_distribution, without a workspace: it keeps the order of the rows.
+inline void distribute_attention(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (plan.distribution)
+    plan.distribution_call->launch(distribution_problem(problem, plan, workspace), nullptr, stream);
 }
 
-// Runs the backend's own attention_distribution.
-inline void distribute_attention(const Problem& problem, const Plan& plan, const char* backend, Stream stream) {
-  if (!plan.distribution) return;
-  attention_distribution::Problem d;
-  d.q = problem.q, d.kv = problem.kv, d.lse = problem.lse, d.attn = distribution_of(problem, plan);
-  d.selection = problem.selection, d.sm_scale = problem.sm_scale;
-  d.s_q = problem.s_q, d.s_kv = problem.s_kv, d.h_q = problem.h_q, d.d_qk = problem.d_qk, d.topk = problem.topk;
-  d.device = problem.device, d.keeps_order = true;
-  runtime::run("attention_distribution", d, backend, stream);
-}
-
-inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, Stream stream) {
+inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (plan.sums != DkvSums::fixed_point || problem.s_kv == 0) return;
-  const View attn = distribution_of(problem, plan);
+  const View attn = distribution_problem(problem, plan, workspace).attn;
   BoundParams p{};
   p.selection = tile::params_of(problem.selection);
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
@@ -186,8 +170,9 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, S
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.stride[0];
-  p.scale = scratch<float>(problem, plan.workspace.scale);
-  p.bounds = {scratch<uint32_t>(problem, plan.workspace.largest), scratch<uint32_t>(problem, plan.workspace.count)};
+  p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale);
+  p.bounds = {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
+              runtime::at_offset<uint32_t>(workspace, plan.workspace.count)};
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
   const arch::LaunchShape over_keys = shape_over_rows(problem.s_kv, problem.device);
   runtime::launch(kName, measure_keys, over_keys, stream, p);

@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
   if (arch::thread_index() == 0) p.ordered.lengths[query] = length;
 }
 
-inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) {
+inline void order_rows(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (!plan.orders_rows) return;
   const ClearParams attn = attn_sums_of(problem, plan);
   const OrderParams p{tile::params_of(problem.selection),
-                      ordered_rows_of(problem, plan),
-                      params_of({}, problem, plan, plan.singles).merged,
-                      plan.order_clears_sums ? dkv_sums_of(problem, plan) : ClearParams{},
+                      ordered_rows_of(problem, plan, workspace),
+                      params_of({}, problem, plan, workspace, plan.singles).merged,
+                      plan.order_clears_sums ? dkv_sums_of(problem, plan, workspace) : ClearParams{},
                       attn,
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
                       plan.turning_tiles,
@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid
   for (int i = t; i < p.topk; i += kOrderThreads) attn[i] = row[i];
 }
 
-inline void restore_attn(const Problem& problem, const Plan& plan, Stream stream) {
+inline void restore_attn(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (!plan.orders_rows || !problem.attn || plan.distribution) return;
-  const RestoreAttnParams p{problem.attn.as<float>(), scratch<uint16_t>(problem, plan.workspace.sources),
-                            scratch<int>(problem, plan.workspace.lengths), problem.attn.stride[0],
+  const RestoreAttnParams p{problem.attn.as<float>(), runtime::at_offset<uint16_t>(workspace, plan.workspace.sources),
+                            runtime::at_offset<int>(workspace, plan.workspace.lengths), problem.attn.stride[0],
                             static_cast<int>(problem.topk)};
   runtime::launch(kName, restore_attn_order,
                   shape_of_ctas(problem.s_q, kOrderThreads, sizeof(float[tile::kLongestOrderedRow])), stream, p);

@@ -231,18 +231,18 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& 
 
 // Launches the variant for the sums of a call: integers, sums over heads, or neither.
 template <auto kFixedKernel, auto kAttnKernel, auto kPlainKernel>
-void launch_variant(const Problem& problem, const Plan& plan, const MainPass& pass, std::size_t shared_bytes,
-                    Stream stream) {
+void launch_variant(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass,
+                    std::size_t shared_bytes, Stream stream) {
   if (pass.clusters() == 0) return;
   const GatherParams p{{},
                        tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128),
                        tile::map_of_rows(problem.kv, problem.q, 32, arch::Swizzle::bytes64)};
   if (plan.sums == DkvSums::fixed_point)
-    launch_main<kFixedKernel>(problem, plan, pass, p, Config::kThreads, shared_bytes, stream);
+    launch_main<kFixedKernel>(problem, plan, workspace, pass, p, Config::kThreads, shared_bytes, stream);
   else if (problem.attn && !plan.distribution)
-    launch_main<kAttnKernel>(problem, plan, pass, p, Config::kThreads, shared_bytes, stream);
+    launch_main<kAttnKernel>(problem, plan, workspace, pass, p, Config::kThreads, shared_bytes, stream);
   else
-    launch_main<kPlainKernel>(problem, plan, pass, p, Config::kThreads, shared_bytes, stream);
+    launch_main<kPlainKernel>(problem, plan, workspace, pass, p, Config::kThreads, shared_bytes, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -433,14 +433,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) kernel(const __grid_constant__
 // ---- launch
 
 template <class T>
-void launch_tile(const Problem& problem, const Plan& plan, Stream stream) {
+void launch_tile(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<T>);
   if (plan.sums == DkvSums::fixed_point)
-    launch_main<kernel<T, true, false>>(problem, plan, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, true, false>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
   else if (problem.attn && !plan.distribution)
-    launch_main<kernel<T, false, true>>(problem, plan, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, false, true>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
   else
-    launch_main<kernel<T, false, false>>(problem, plan, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, false, false>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

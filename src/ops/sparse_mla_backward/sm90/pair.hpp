@@ -420,13 +420,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
 
 // ---- launch
 
-inline void launch_pairs(const Problem& problem, const Plan& plan, Stream stream) {
+inline void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
     if (problem.attn && !plan.distribution)
-      launch_main<pair_kernel<kDqk, true>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
+      launch_main<pair_kernel<kDqk, true>>(problem, plan, workspace, plan.pairs, Params{}, Config::kThreads, kBytes,
+                                           stream);
     else
-      launch_main<pair_kernel<kDqk, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
+      launch_main<pair_kernel<kDqk, false>>(problem, plan, workspace, plan.pairs, Params{}, Config::kThreads, kBytes,
+                                            stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }

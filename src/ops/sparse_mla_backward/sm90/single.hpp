@@ -408,32 +408,32 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
 // ---- launch
 
 template <int kDqk, int kHeadSteps>
-void launch_single(const Problem& problem, const Plan& plan, Stream stream) {
+void launch_single(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
   if (plan.sums == DkvSums::fixed_point)
-    launch_main<single_kernel<kDqk, kHeadSteps, true, false>>(problem, plan, plan.singles, Params{}, Config::kThreads,
-                                                              kBytes, stream);
+    launch_main<single_kernel<kDqk, kHeadSteps, true, false>>(problem, plan, workspace, plan.singles, Params{},
+                                                              Config::kThreads, kBytes, stream);
   else if (problem.attn && !plan.distribution)
-    launch_main<single_kernel<kDqk, kHeadSteps, false, true>>(problem, plan, plan.singles, Params{}, Config::kThreads,
-                                                              kBytes, stream);
+    launch_main<single_kernel<kDqk, kHeadSteps, false, true>>(problem, plan, workspace, plan.singles, Params{},
+                                                              Config::kThreads, kBytes, stream);
   else
-    launch_main<single_kernel<kDqk, kHeadSteps, false, false>>(problem, plan, plan.singles, Params{}, Config::kThreads,
-                                                               kBytes, stream);
+    launch_main<single_kernel<kDqk, kHeadSteps, false, false>>(problem, plan, workspace, plan.singles, Params{},
+                                                               Config::kThreads, kBytes, stream);
 }
 
-inline void launch_groups(const Problem& problem, const Plan& plan, Stream stream) {
+inline void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, plan.grouped, Params{}, Config::kThreads,
-                                                            sizeof(SharedStorage<kDqk>), stream);
+    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, workspace, plan.grouped, Params{},
+                                                            Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
 
-inline void launch_singles(const Problem& problem, const Plan& plan, Stream stream) {
+inline void launch_singles(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const bool wide = problem.d_qk == 576, few_heads = problem.h_q <= 32;
   const auto launch = wide ? (few_heads ? launch_single<576, 2> : launch_single<576, 4>)
                            : (few_heads ? launch_single<512, 2> : launch_single<512, 4>);
-  launch(problem, plan, stream);
+  launch(problem, plan, workspace, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,15 @@
+# The GPU targets, from the oldest to the newest. Each names a backend, its kernel files src/ops/*/<target>.cu, its instructions in
+# src/arch/<target> and its emulated backend emu:<target>. known_backends() in src/runtime/backend.cpp has the same names.
+set(HOPWELL_TARGETS sm80 sm90 sm100)
+
+# What nvcc compiles each target for. sm_90a code runs on that chip only, sm_100f code on B200, GB200 and B300 (compute capability
+# 10.x). An older compiler has only sm_100a, which does not run on B300.
+set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # 80: also PTX for later chips. Hopper machines may lack a PTX compiler
+if(HOPWELL_EVERY_GPU)  # 8.6 and 8.9 run the code of 8.0; 10.3 runs the code of 10.0
+  set(HOPWELL_ARCHITECTURE_sm80 "80;90-real;100-real;120-real")
+endif()
+set(HOPWELL_ARCHITECTURE_sm90 90a)
+set(HOPWELL_ARCHITECTURE_sm100 100f)
+if(CMAKE_CUDA_COMPILER AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
+  set(HOPWELL_ARCHITECTURE_sm100 100a)
+endif()

@@ -1,0 +1,291 @@
+// kv_compress_backward on GPUs: with the weights w_e and out of each window, computed again,
+//
+//     d_kv[t_e, c] = w_e * d_out[j, c],   d_gate[t_e, c] = w_e * d_out[j, c] * (kv[t_e, c] - out[j, c])
+//
+// and d_position_bias, the sum of d_gate over all windows.
+//
+// Roles     the first CTAs: a strip of compressed keys and a slab of columns each. Every element of d_kv and d_gate
+//           belongs to one window at most, so it is written once.
+//           the other CTAs: zeros for elements that are in no window
+// Sums      of d_position_bias: a thread adds its own entries in shared memory, or in its plane of the workspace if it
+//           has more than one batch of entries. A CTA adds its rows and writes a plane. kv_compress_sum_planes adds the
+//           planes in their order.
+#pragma once
+
+#include <algorithm>
+
+#include "ops/kv_compress/window.hpp"
+#include "tile/gpu/dependency.hpp"
+
+namespace hopwell::ops::kv_compress::HOPWELL_TARGET {
+
+template <class T>
+struct BackwardParams {
+  Operands<T> operands;
+  const void* d_out;  // bf16 or fp32 [n, d]
+  T *d_kv, *d_gate;   // [s, w], or null
+  float* planes;      // [planes, ratio, w]; null: no d_position_bias
+  int64_t d_out_stride, d_kv_stride, d_gate_stride;
+  int strips, strip_rows;
+  bool d_out_is_bf16, d_out_aligned, gradients_aligned;
+};
+
+template <class T>
+struct BackwardStorage {
+  Stage<T> stages[2];
+  Partials partials;
+  Float4 sums[Config::kEntries][Config::kThreads];  // of d_position_bias
+};
+
+// A thread's sums of d_position_bias, one for each of its entries.
+template <class T, class F>
+struct BiasSums {
+  const Operands<T>& o;
+  const Thread& thread;
+  Float4* shared;
+  float* plane;
+
+  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int strip, BackwardStorage<T>& s)
+      : o(p.operands), thread(of), shared(&s.sums[0][arch::thread_index()]), plane(p.planes) {
+    if (plane == nullptr) return;
+    plane += (o.shape.batches == 1 ? strip : int64_t{strip} * o.shape.rows() + thread.row) * o.ratio * o.w;
+    for (int batch = 0; batch < o.shape.batches; ++batch)
+      for (int e = 0; e < F::entries; ++e)
+        if (Float4* sum = of_entry(batch, e)) *sum = {};
+  }
+  HOPWELL_DEVICE Float4* of_entry(int batch, int e) const {
+    return F::exact || o.shape.batches == 1 ? shared + e * Config::kThreads : in_plane(batch, e);
+  }
+  // Null if no window has such an entry.
+  HOPWELL_DEVICE Float4* in_plane(int batch, int e) const {
+    const Batch<T, F> entries(o, thread, batch);
+    if (!entries.has(e, true) || thread.column >= o.d) return nullptr;
+    return reinterpret_cast<Float4*>(plane + int64_t{entries.row(e)} * o.w + entries.column(e) + thread.column);
+  }
+};
+
+// Gradients of a thread's entries of one batch, whose weights are `entries.gate` times `factor`.
+template <class T, class F>
+HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& window, const Thread& thread, int batch,
+                                    const Entries<T, F>& entries, const Pool& pool,
+                                    const float (&weighted_d_out)[kColumns], const BiasSums<T, F>& sums) {
+  const Batch<T, F> of(p.operands, thread, batch);
+  const bool aligned = F::exact || p.gradients_aligned;
+  T* to_kv = p.d_kv + of.token(window) * p.d_kv_stride + thread.column;
+  T* to_gate = p.d_gate + of.token(window) * p.d_gate_stride + thread.column;
+  HOPWELL_UNROLL
+  for (int e = 0; e < F::entries; ++e) {
+    if ((!F::exact || F::overlap) && !of.has(e, window.has_previous)) continue;
+    const Columns<T> kv = entries.kv(e);
+    float d_kv[kColumns], d_gate[kColumns];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      d_kv[i] = entries.gate[e][i] * weighted_d_out[i];
+      d_gate[i] = d_kv[i] * (kv[i] - pool.out[i]);
+    }
+    if (p.d_kv != nullptr) Columns<T>::store(d_kv, to_kv + e * p.d_kv_stride + of.column(e), aligned);
+    if (p.d_gate != nullptr) Columns<T>::store(d_gate, to_gate + e * p.d_gate_stride + of.column(e), aligned);
+    if (p.planes == nullptr) continue;
+    Float4* sum = sums.of_entry(batch, e);
+    Float4 total = *sum;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) total.x[i] += d_gate[i];
+    *sum = total;
+  }
+}
+
+// Adds the sums of a CTA's rows and writes them to its plane.
+template <class T, class F>
+HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage<T>& s) {
+  const Shape& shape = sums.o.shape;
+  arch::syncthreads();
+  if (sums.thread.row != 0) return;
+  for (int e = 0; e < F::entries; ++e) {
+    Float4* to = sums.in_plane(0, e);
+    if (to == nullptr) continue;
+    Float4 total{};
+    for (int row = 0; row < shape.rows(); ++row) {
+      const Float4& of_row = s.sums[e][arch::thread_index() + (row << shape.vector_bits)];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kColumns; ++i) total.x[i] += of_row.x[i];
+    }
+    *to = total;
+  }
+}
+
+// Zeros for d columns of a token, written by a warp.
+template <class T>
+HOPWELL_DEVICE void clear_columns(const BackwardParams<T>& p, int64_t token, int first) {
+  const float zeros[kColumns] = {};
+  for (int c = first + arch::lane_index() * kColumns; c < first + p.operands.d; c += 32 * kColumns) {
+    if (p.d_kv != nullptr) Columns<T>::store(zeros, p.d_kv + token * p.d_kv_stride + c, p.gradients_aligned);
+    if (p.d_gate != nullptr) Columns<T>::store(zeros, p.d_gate + token * p.d_gate_stride + c, p.gradients_aligned);
+  }
+}
+
+// Zeros for the elements of the CTA's tokens that are in no window. A lane looks at one token, a warp writes its row.
+template <class T>
+HOPWELL_DEVICE void clear_unused(const BackwardParams<T>& p, int64_t first) {
+  const Operands<T>& o = p.operands;
+  const int64_t warp_first = first + arch::warp_index() * 32, mine = warp_first + arch::lane_index();
+  const Blocks::Use use = mine < o.blocks.s ? o.blocks.use(mine) : Blocks::Use{true, true};
+  const uint32_t own = arch::ballot(!use.own), next = arch::ballot(o.blocks.overlap && !use.next);
+  for (int lane = 0; lane < 32; ++lane) {
+    const int64_t token = warp_first + lane;
+    if ((own >> lane & 1) != 0) clear_columns(p, token, o.blocks.overlap ? o.d : 0);
+    if ((next >> lane & 1) != 0) clear_columns(p, token, 0);
+  }
+}
+
+HOPWELL_DEVICE void load_d_out(const void* d_out, bool is_bf16, bool aligned, int64_t at, float (&x)[kColumns]) {
+  if (is_bf16) {
+    const auto columns = Columns<arch::bf16>::load(static_cast<const arch::bf16*>(d_out) + at, aligned);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
+  } else {
+    const auto columns = Columns<float>::load(static_cast<const float*>(d_out) + at, aligned);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
+  }
+}
+
+// d_out of a window times the factor of the entries' exponentials.
+template <class T>
+HOPWELL_DEVICE void weigh_d_out(const BackwardParams<T>& p, int64_t row, const Thread& thread, const Pool& pool,
+                                const float (&entries_max)[kColumns], float (&d_out)[kColumns]) {
+  load_d_out(p.d_out, p.d_out_is_bf16, p.d_out_aligned, row * p.d_out_stride + thread.column, d_out);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kColumns; ++i) d_out[i] *= pool.sum[i] * exponential(entries_max[i], finite_max(pool.max[i]));
+}
+
+// Completes the softmax of a window: every group gets the result of all.
+template <class T>
+HOPWELL_DEVICE void complete(const Operands<T>& o, const Thread& thread, Pool& pool, Partials& partials) {
+  if (o.shape.groups > 1) partials.combine(pool, thread.group, o.shape.groups);
+  pool.divide();
+  if (o.shape.groups > 1) partials.broadcast(pool, thread.group, o.shape.groups);
+}
+
+// The windows of a strip whose threads have one batch of entries: the next window is copied while one is computed.
+template <class T, class F>
+HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                               BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+  const Operands<T>& o = p.operands;
+  const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
+  int64_t row = first + thread.row;
+  Window window = window_of(row);
+  Entries<T, F>::copy(o, window, thread, 0, s.stages[0]);
+  HOPWELL_NO_UNROLL
+  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
+    const Window next = window_of(row + o.shape.rows());
+    Entries<T, F>::copy(o, next, thread, 0, s.stages[(step + 1) % 2]);
+    arch::cp_async_wait<1>();
+    Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2]);
+    Pool pool;
+    pool.add(entries);
+    const Pool own = pool;
+    complete(o, thread, pool, s.partials);
+    if (window.made && thread.column < o.d) {
+      float d_out[kColumns];
+      weigh_d_out(p, row, thread, pool, own.max, d_out);
+      store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+    }
+    window = next, row += o.shape.rows();
+  }
+  arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
+}
+
+// The windows of a strip whose threads have several batches of entries, which are copied twice.
+template <class T, class F>
+HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                                    BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+  const Operands<T>& o = p.operands;
+  const auto take_entries = [&](const Window& window, int batch) {
+    Entries<T, F>::copy(o, window, thread, batch, s.stages[0]);
+    arch::cp_async_wait<0>();
+    return Entries<T, F>(o, window, thread, batch, s.stages[0]);
+  };
+  HOPWELL_NO_UNROLL
+  for (; first < end; first += o.shape.rows()) {
+    const int64_t row = first + thread.row;
+    const Window window = row < end ? o.blocks.window(row) : Window{};
+    Pool pool;
+    HOPWELL_NO_UNROLL
+    for (int batch = 0; batch < o.shape.batches; ++batch) {
+      auto entries = take_entries(window, batch);
+      pool.add(entries);
+    }
+    complete(o, thread, pool, s.partials);
+    if (!window.made || thread.column >= o.d) continue;
+    float d_out[kColumns];
+    weigh_d_out(p, row, thread, pool, pool.max, d_out);
+    HOPWELL_NO_UNROLL
+    for (int batch = 0; batch < o.shape.batches; ++batch) {
+      auto entries = take_entries(window, batch);
+      pool.exponentiate(entries);
+      store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
+    }
+  }
+}
+
+template <class T, class F>
+__global__ void __launch_bounds__(Config::kThreads, 2)
+    kv_compress_backward(const __grid_constant__ BackwardParams<T> p) {
+  auto& s = arch::dynamic_smem<BackwardStorage<T>>();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
+  const Operands<T>& o = p.operands;
+  const auto [strip, slab, unused] = arch::block_index_3d();
+  if (strip >= p.strips) {
+    if (slab == 0) clear_unused(p, int64_t{strip - p.strips} * Config::kThreads);
+    return;
+  }
+  const Thread thread(o.shape, slab);
+  const BiasSums<T, F> sums(p, thread, strip, s);
+  const int64_t first = strip * int64_t{p.strip_rows}, end = std::min(first + p.strip_rows, o.blocks.n);
+  if (F::exact || o.shape.batches == 1)
+    take_strip(p, first, end, thread, s, sums);
+  else
+    take_long_strip(p, first, end, thread, s, sums);
+  if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
+}
+
+struct SumParams {
+  const float* planes;  // [count, rows, w]
+  float* out;           // [rows, w]
+  int64_t count, out_stride;
+  int rows, w;
+};
+
+// d_position_bias: a CTA adds 32 columns. Each warp adds a range of planes, then warp 0 adds the warps' sums in order.
+__global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const __grid_constant__ SumParams p) {
+  constexpr int kWarps = Config::kThreads / 32, kUnroll = 8;
+  struct Storage {
+    float sums[kWarps][32];
+  };
+  auto& s = arch::dynamic_smem<Storage>();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
+  const int64_t size = int64_t{p.rows} * p.w, at = int64_t{arch::block_index()} * 32 + arch::lane_index();
+  const int warp = arch::warp_index();
+  float sum = 0;
+  if (at < size) {
+    const int64_t first = warp * p.count / kWarps, end = (warp + 1) * p.count / kWarps;
+    for (int64_t plane = first; plane < end; plane += kUnroll) {
+      float x[kUnroll];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kUnroll; ++i) x[i] = plane + i < end ? p.planes[(plane + i) * size + at] : 0.F;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kUnroll; ++i) sum += x[i];
+    }
+  }
+  s.sums[warp][arch::lane_index()] = sum;
+  arch::syncthreads();
+  if (warp != 0 || at >= size) return;
+  float total = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kWarps; ++i) total += s.sums[i][arch::lane_index()];
+  p.out[at / p.w * p.out_stride + at % p.w] = total;
+}
+
+}  // namespace hopwell::ops::kv_compress::HOPWELL_TARGET

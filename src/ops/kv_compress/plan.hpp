@@ -1,0 +1,46 @@
+// How kv_compress and its backward share out their work on a GPU. Plain data from a shape and a device.
+//
+// vector   4 columns of a row: those of a thread
+// group    threads that have the same entries of a window; each takes up to 8 entries at a time
+// slab     vectors of neighbouring columns that a CTA has
+// strip    compressed keys that a CTA takes one after another in the backward
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ops/kv_compress/op.hpp"
+
+namespace hopwell::ops::kv_compress {
+
+struct Config {
+  static constexpr int kThreads = 256;
+  static constexpr int kColumns = 4;     // of a thread
+  static constexpr int kEntries = 8;     // of a window, that a thread has in registers at a time
+  static constexpr int kMaxGroups = 16;  // of a CTA
+};
+
+// The threads of a CTA: slab vectors x rows x groups, all powers of two. It follows from d, ratio and overlap alone,
+// because the order of a window's sums must not depend on anything else.
+struct Shape {
+  int vector_bits = 0;  // log2 of the vectors of a slab
+  int row_bits = 0;     // log2 of the compressed keys that a CTA takes at a time
+  int groups = 1;
+  int batches = 1;  // times that a group takes its entries
+  std::int64_t slabs = 1;
+
+  [[nodiscard]] HOPWELL_HOST_DEVICE int vectors() const { return 1 << vector_bits; }
+  [[nodiscard]] HOPWELL_HOST_DEVICE int rows() const { return 1 << row_bits; }
+};
+Shape shape_of(const Blocks& blocks, std::int64_t d);
+
+struct BackwardPlan {
+  Shape shape;
+  std::int64_t strips = 0, strip_rows = 0;
+  std::int64_t planes = 0;         // partial sums of d_position_bias, fp32 [ratio, w] each
+  std::int64_t clearing_ctas = 0;  // that write zeros where no window has a gradient
+  std::size_t workspace_bytes = 0;
+};
+BackwardPlan make_plan(const BackwardProblem& p);
+
+}  // namespace hopwell::ops::kv_compress

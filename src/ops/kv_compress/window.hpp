@@ -1,0 +1,275 @@
+// The part of kv_compress that its forward and backward share on GPUs: a window's softmax and its weighted sum.
+//
+// Tile      slab vectors x rows x groups of threads: a thread has 4 columns of a window, and up to 8 of its entries
+// Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
+//           groups > 1: a tree over the groups combines their results in shared memory
+// Stages    entries are copied to shared memory asynchronously; each thread reads only what it has copied, so copies
+//           need no barrier
+// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the tree; 32 registers of gates
+// Bound     memory; about 12 instructions an element in the forward, 20 in the backward
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/kv_compress/plan.hpp"
+#include "tile/gpu/numbers.hpp"
+
+namespace hopwell::ops::kv_compress::HOPWELL_TARGET {
+
+constexpr int kColumns = Config::kColumns;
+
+struct alignas(16) Float4 {
+  float x[kColumns];
+};
+
+// A thread's columns of a row.
+template <class T>
+struct alignas(sizeof(T) * kColumns) Columns {
+  T x[kColumns];
+
+  HOPWELL_DEVICE float operator[](int i) const { return tile::to_fp32(x[i]); }
+  static HOPWELL_DEVICE Columns load(const T* from, bool aligned) {
+    if (aligned) return arch::load_vector<Columns>(from);
+    Columns columns;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) columns.x[i] = from[i];
+    return columns;
+  }
+  // Stores x, rounded.
+  static HOPWELL_DEVICE void store(const float (&x)[kColumns], T* to, bool aligned) {
+    Columns rounded;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) tile::from_fp32(x[i], &rounded.x[i]);
+    if (aligned) return arch::store_vector(to, rounded);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) to[i] = rounded.x[i];
+  }
+};
+
+// What a kernel is compiled for: the entries of a thread, and whether they are exact. If they are, the threads of a group
+// have exactly these entries, all rows are aligned, and a window with overlap has one group. Otherwise ratio and overlap
+// are read at run time, and a thread takes batches of entries.
+template <int kEntries, bool kOverlap, bool kExact>
+struct Form {
+  static constexpr int entries = kEntries;
+  static constexpr bool overlap = kOverlap, exact = kExact;
+};
+
+// Arguments of both kernels.
+template <class T>
+struct Operands {
+  const T *kv, *gate;          // [s, w]
+  const float* position_bias;  // [ratio, w], or null
+  int64_t kv_stride, gate_stride, bias_stride;
+  Blocks blocks;
+  int d, w, ratio;
+  Shape shape;
+  bool aligned;  // a thread's columns of every row of kv, gate and position_bias
+
+  HOPWELL_DEVICE int entries() const { return blocks.overlap ? 2 * ratio : ratio; }
+};
+
+// Where a thread works.
+struct Thread {
+  int row, group;  // in the CTA
+  int column;      // its first; d or more: it has none
+
+  HOPWELL_DEVICE Thread(const Shape& shape, int slab) {
+    const int t = arch::thread_index();
+    row = t >> shape.vector_bits & (shape.rows() - 1);
+    group = t >> (shape.vector_bits + shape.row_bits);
+    column = ((slab << shape.vector_bits) + (t & (shape.vectors() - 1))) * kColumns;
+  }
+};
+
+// A thread's entries of one batch. A window's entries are numbered in the order of their tokens: with overlap, those of
+// the previous block come first.
+template <class T, class F>
+struct Batch {
+  const Operands<T>& p;
+  int first;  // number of the first one
+
+  HOPWELL_DEVICE Batch(const Operands<T>& operands, const Thread& thread, int batch)
+      : p(operands), first((batch * operands.shape.groups + thread.group) * F::entries) {}
+
+  // Whether entry e is of the window's own block.
+  HOPWELL_DEVICE bool is_own(int e) const {
+    if constexpr (F::exact) return !F::overlap || e >= F::entries / 2;
+    return !p.blocks.overlap || first + e >= p.ratio;
+  }
+  HOPWELL_DEVICE bool has(int e, bool has_previous) const {
+    return first + e < p.entries() && (has_previous || is_own(e));
+  }
+  // Column 0 of an entry, and its row of position_bias.
+  HOPWELL_DEVICE int column(int e) const { return p.blocks.overlap && is_own(e) ? p.d : 0; }
+  HOPWELL_DEVICE int row(int e) const { return first + e - (p.blocks.overlap && is_own(e) ? p.ratio : 0); }
+  // Token of the first entry.
+  HOPWELL_DEVICE int64_t token(const Window& window) const {
+    return window.start + first - (p.blocks.overlap ? p.ratio : 0);
+  }
+};
+
+// Entries of one window for each thread of a CTA, in shared memory.
+template <class T>
+struct Stage {
+  Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
+};
+
+// A thread's entries of one batch: values in shared memory, gates with their bias in registers. An absent entry has a gate
+// of -inf and a value of 0.
+template <class T, class F>
+struct Entries {
+  Stage<T>& stage;
+  float gate[F::entries][kColumns];
+
+  // Starts to copy the entries.
+  static HOPWELL_DEVICE void copy(const Operands<T>& p, const Window& window, const Thread& thread, int batch,
+                                  Stage<T>& stage) {
+    const Batch<T, F> of(p, thread, batch);
+    const bool any = window.made && thread.column < p.d;
+    const T* kv = p.kv + of.token(window) * p.kv_stride + thread.column;
+    const T* gate = p.gate + of.token(window) * p.gate_stride + thread.column;
+    HOPWELL_UNROLL
+    for (int e = 0; e < F::entries; ++e) {
+      const bool present = any && of.has(e, window.has_previous);
+      copy(kv + e * p.kv_stride + of.column(e), present, F::exact || p.aligned, stage.kv[e]);
+      copy(gate + e * p.gate_stride + of.column(e), present, F::exact || p.aligned, stage.gate[e]);
+    }
+    arch::cp_async_commit();
+  }
+
+  // The entries that have been copied.
+  HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from)
+      : stage(from) {
+    const Batch<T, F> of(p, thread, batch);
+    const bool any = window.made && thread.column < p.d;
+    const float* bias = p.position_bias + thread.column;
+    float least = 0;
+    HOPWELL_UNROLL
+    for (int e = 0; e < F::entries; ++e) {
+      const bool present = any && of.has(e, window.has_previous);
+      const Columns<T> given = stage.gate[e][arch::thread_index()];
+      Columns<float> added{};
+      if (present && p.position_bias != nullptr)
+        added = Columns<float>::load(bias + of.row(e) * p.bias_stride + of.column(e), F::exact || p.aligned);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kColumns; ++i) {
+        gate[e][i] = present ? given[i] + added[i] : -INFINITY;
+        least = fminf(least, gate[e][i]);
+      }
+    }
+    if (least == -INFINITY) clear_absent_values();
+  }
+  HOPWELL_DEVICE Columns<T> kv(int e) const { return stage.kv[e][arch::thread_index()]; }
+
+ private:
+  static HOPWELL_DEVICE void copy(const T* from, bool present, bool aligned, Columns<T> (&to)[Config::kThreads]) {
+    Columns<T>& mine = to[arch::thread_index()];
+    if (aligned)
+      arch::cp_async<sizeof mine>(arch::shared_address(&mine), from, present ? sizeof mine : 0);
+    else
+      mine = present ? Columns<T>::load(from, false) : Columns<T>{};
+  }
+  // The value of an entry with a gate of -inf may be NaN or infinite.
+  HOPWELL_DEVICE void clear_absent_values() {
+    HOPWELL_UNROLL
+    for (int e = 0; e < F::entries; ++e) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kColumns; ++i)
+        if (gate[e][i] == -INFINITY) stage.kv[e][arch::thread_index()].x[i] = T{};
+    }
+  }
+};
+
+HOPWELL_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.F : max; }
+HOPWELL_DEVICE float exponential(float gate, float max) { return arch::exp2_approx((gate - max) * tile::kLog2E); }
+
+// Running softmax of a window, column by column.
+struct Pool {
+  float max[kColumns], sum[kColumns], out[kColumns];
+
+  HOPWELL_DEVICE Pool() {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) max[i] = -INFINITY, sum[i] = out[i] = 0;
+  }
+  // Adds entries, whose gates become their exponentials relative to the new maximum.
+  template <class T, class F>
+  HOPWELL_DEVICE void add(Entries<T, F>& entries) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      float most = max[i];
+      HOPWELL_UNROLL
+      for (int e = 0; e < F::entries; ++e) most = fmaxf(most, entries.gate[e][i]);  // ignores NaN
+      if constexpr (!F::exact) {                                                    // a later batch
+        const float scale = exponential(max[i], finite_max(most));
+        sum[i] *= scale, out[i] *= scale;
+      }
+      max[i] = most;
+    }
+    exponentiate(entries);
+    HOPWELL_UNROLL
+    for (int e = 0; e < F::entries; ++e) {
+      const Columns<T> kv = entries.kv(e);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kColumns; ++i) sum[i] += entries.gate[e][i], out[i] += entries.gate[e][i] * kv[i];
+    }
+  }
+  template <class T, class F>
+  HOPWELL_DEVICE void exponentiate(Entries<T, F>& entries) const {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      const float shift = finite_max(max[i]);
+      HOPWELL_UNROLL
+      for (int e = 0; e < F::entries; ++e) entries.gate[e][i] = exponential(entries.gate[e][i], shift);
+    }
+  }
+  HOPWELL_DEVICE void add(const Float4& other_max, const Float4& other_sum, const Float4& other_out) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      const float most = fmaxf(max[i], other_max.x[i]), shift = finite_max(most);
+      const float scale = exponential(max[i], shift), other_scale = exponential(other_max.x[i], shift);
+      max[i] = most;
+      sum[i] = sum[i] * scale + other_sum.x[i] * other_scale;
+      out[i] = out[i] * scale + other_out.x[i] * other_scale;
+    }
+  }
+  // Divides by the sums, which become their reciprocals. A column without an entry gets 0.
+  HOPWELL_DEVICE void divide() {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      sum[i] = sum[i] == 0 ? 0.F : 1.F / sum[i];
+      out[i] *= sum[i];
+    }
+  }
+};
+
+// Results of threads for the tree over the groups.
+struct Partials {
+  Float4 max[Config::kThreads], sum[Config::kThreads], out[Config::kThreads];
+
+  HOPWELL_DEVICE void put(const Pool& pool) {
+    const int t = arch::thread_index();
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) max[t].x[i] = pool.max[i], sum[t].x[i] = pool.sum[i], out[t].x[i] = pool.out[i];
+  }
+  // Group 0 of each window gets the result of all groups.
+  HOPWELL_DEVICE void combine(Pool& pool, int group, int groups) {
+    const int t = arch::thread_index(), threads = Config::kThreads / groups;
+    for (int half = groups / 2; half > 0; half /= 2) {
+      if (group >= half && group < 2 * half) put(pool);
+      arch::syncthreads();
+      if (group < half) pool.add(max[t + half * threads], sum[t + half * threads], out[t + half * threads]);
+    }
+  }
+  // Every group gets the result of group 0.
+  HOPWELL_DEVICE void broadcast(Pool& pool, int group, int groups) {
+    const int from = arch::thread_index() & (Config::kThreads / groups - 1);
+    if (group == 0) put(pool);
+    arch::syncthreads();
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i)
+      pool.max[i] = max[from].x[i], pool.sum[i] = sum[from].x[i], pool.out[i] = out[from].x[i];
+    arch::syncthreads();  // the next window's results may be written
+  }
+};
+
+}  // namespace hopwell::ops::kv_compress::HOPWELL_TARGET

@@ -1,0 +1,7 @@
+#include "ops/paged_attention/split_kernel.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+template TileKernel<Params> cuda_core_kernel<Params, float>(const Problem&);
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

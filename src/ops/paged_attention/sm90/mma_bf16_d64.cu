@@ -1,0 +1,7 @@
+#include "ops/paged_attention/cluster_kernel.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+template TileKernel<ClusterParams> mma_kernel<ClusterParams, bf16, 64>(const Problem&);
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET
