@@ -80,11 +80,12 @@ SM100_PTX = [
 
 SKIPPED = 77
 compiler = "nvcc"
+generated: list[Path] = []  # include path of the headers that follow from the operators' declarations
 
 
 def nvcc(*arguments: str, sources: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
     """Runs nvcc as the build does, with the include path of the sources."""
-    paths = [f"-I{path}" for path in (sources, ROOT / "include", ROOT, ROOT / "tests/arch")]
+    paths = [f"-I{path}" for path in (sources, ROOT / "include", ROOT, ROOT / "tests/arch", *generated)]
     return subprocess.run(
         [compiler, "-std=c++20", "-O3", "--expt-relaxed-constexpr", *paths, *arguments],
         capture_output=True,
@@ -225,6 +226,8 @@ def main() -> int:
         return SKIPPED
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
         scratch = Path(directory)
+        generated.append(scratch / "generated" / "include")
+        subprocess.run([sys.executable, ROOT / "scripts/declare", "--write", scratch / "generated"], check=True)
         jobs = [
             partial(check_file, file, arch, scratch) for file in files for arch in RUNS_ON.get(file.stem, ARCHITECTURES)
         ]
