@@ -29,6 +29,7 @@ BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
 FAMILIES = {
     "Sparse attention": ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution", "normalize_l1"),
+    "Compressed keys (DeepSeek-V4)": ("kv_compress", "kv_compress_backward"),
     "Lightning indexer": ("lightning_indexer", "lightning_indexer_backward", "indexer_dense_loss"),
     "Decode from a paged cache": ("paged_attention",),
     "4-bit weights (NVFP4)": (
