@@ -236,16 +236,28 @@ void clear_unused(const BackwardProblem& p) {
   });
 }
 
+// Rows of d_out up to the last one that a document makes. There may be any number of rows after it.
+std::int64_t rows_made(const Blocks& blocks) {
+  if (!blocks.packed) return std::min(blocks.n, blocks.most);
+  std::int64_t rows = 0;
+  for (std::int64_t i = 0; i < blocks.documents; ++i) {
+    const Blocks::Document d = blocks.document(i);
+    rows = std::max(rows, std::min(d.key + (d.end - d.begin) / blocks.ratio, d.key_end));
+  }
+  return rows;
+}
+
 // Strips of compressed keys, each with a sum of d_position_bias of its own. Their number depends on the problem only.
-std::int64_t strips_of(const BackwardProblem& p) {
-  if (!p.d_position_bias) return (p.blocks.n + kRowsPerItem - 1) / kRowsPerItem;
+std::int64_t strips_of(const BackwardProblem& p, std::int64_t rows) {
+  if (!p.d_position_bias) return (rows + kRowsPerItem - 1) / kRowsPerItem;
   constexpr std::int64_t kMostStrips = 32, kMostFloats = std::int64_t{1} << 23;
   const std::int64_t plane = std::max<std::int64_t>(p.blocks.ratio * p.w, 1);
-  return std::min(p.blocks.n, std::clamp<std::int64_t>(kMostFloats / plane, 1, kMostStrips));
+  return std::min(rows, std::clamp<std::int64_t>(kMostFloats / plane, 1, kMostStrips));
 }
 
 void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
-  const std::int64_t strips = strips_of(p), plane = p.d_position_bias ? p.blocks.ratio * p.w : 0;
+  const std::int64_t rows = rows_made(p.blocks), strips = strips_of(p, rows);
+  const std::int64_t plane = p.d_position_bias ? p.blocks.ratio * p.w : 0;
   std::vector<float> sums(unsigned_size(strips * plane), 0.0F);
   with_element(p.kv, [&]<class T>(T) {
     clear_unused<T>(p);
@@ -253,7 +265,7 @@ void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
         strips, [&] { return State<T>(p.blocks, p.d); },
         [&](std::int64_t strip, State<T>& state) {
           float* d_bias = plane == 0 ? nullptr : sums.data() + strip * plane;
-          for (std::int64_t row = strip * p.blocks.n / strips; row < (strip + 1) * p.blocks.n / strips; ++row) {
+          for (std::int64_t row = strip * rows / strips; row < (strip + 1) * rows / strips; ++row) {
             const Window window = p.blocks.window(row);
             if (!window.made) continue;
             list_entries(p.blocks, window, p.d, state.entries, [&](std::int64_t t, std::int64_t r, std::int64_t o) {

@@ -42,15 +42,16 @@ FLAGS = (
     "pre_scale",
     "relu",
     "global_is_reciprocal",
+    "overlap",
 )
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
-    "row_weights", "q_scale", "k_scale",
+    "row_weights", "q_scale", "k_scale", "position_bias", "cu_seqlens", "cu_compressed", "d_kv", "d_gate",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
-    "row_weights", "k_scale",
+    "row_weights", "k_scale", "cu_seqlens", "cu_compressed",
 )  # fmt: skip
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
@@ -157,10 +158,10 @@ class Wrong:
         return self.put(name, None, *(("target",) if name == "d_scores" else ()))  # one of the two must be there
 
     def alone(self) -> tuple[str, ...] | None:
-        """One end of the key ranges without the other."""
-        ends = ("k_start", "k_end")
-        name = self.pick([name for name in ends if name in self.arrays])
-        return None if name is None else self.put(name, None, *ends)
+        """One of two arguments that belong together, without the other."""
+        pairs = (("k_start", "k_end"), ("cu_seqlens", "cu_compressed"))
+        name = self.pick([name for pair in pairs for name in pair if name in self.arrays])
+        return None if name is None else self.put(name, None, *next(pair for pair in pairs if name in pair))
 
     def dtype(self) -> tuple[str, ...] | None:
         name = self.pick(self.arrays)
@@ -292,6 +293,8 @@ class Wrong:
     def vast(self) -> tuple[str, ...] | None:
         """A first dimension that costs no memory, for its stride is 0; the results would not fit anywhere."""
         able = {"q", "x", "a", "q_index", "codes", "d_out", "attn"}
+        if self.call.operator == "kv_compress_backward":
+            able.remove("d_out")  # its results do not have its size
         name = self.pick([name for name in self.arrays if name in able and self.arguments[name].size])
         if name is None or self.call.outputs or any(self.arguments[name].size == 0 for name in self.arrays):
             return None  # results without elements fit
