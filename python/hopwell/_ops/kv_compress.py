@@ -3,7 +3,7 @@
 from typing import Any
 
 from .. import _hopwell
-from .._arrays import Array, DType, Outputs, dims, dtype_name
+from .._arrays import Array, DType, Outputs, dims, dtype_name, flag
 
 
 def kv_compress(
@@ -53,6 +53,7 @@ def kv_compress(
     name = "kv_compress"
     outputs = Outputs(name, "kv", kv)
     s, w = dims(kv, 2)
+    overlap = flag(name, "overlap", overlap)
     dtype = getattr(kv, "dtype", "float32")
     if out_dtype is not None:
         dtype = dtype_name(name, "out_dtype", out_dtype, ("bfloat16", "float32"))

@@ -241,7 +241,8 @@ class Wrong:
         name = self.pick([name for name in CHOICES if name in self.arguments])
         if name is None:
             return None
-        return self.put(name, self.pick((*NO_STRINGS, *(() if name in OPTIONAL else (None,)))))
+        may_be_none = name in OPTIONAL or self.call.operator == "kv_compress"
+        return self.put(name, self.pick((*NO_STRINGS, *(() if may_be_none else (None,)))))
 
     def flag(self) -> tuple[str, ...] | None:
         name = self.pick([name for name in FLAGS if name in self.arguments])
