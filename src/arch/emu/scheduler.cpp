@@ -206,7 +206,7 @@ std::string incomplete(const Rendezvous& r, const Thread* first, int n, SiteTabl
     if (waits && t.waits_for == r.instruction)
       callers.push_back(&t);
     else if (t.state == Thread::State::done)
-      others["exited after " + std::string(t.instruction) + place].push_back(&t);
+      others["exited"].push_back(&t);
     else
       others[(waits ? "waits in " + std::string(t.waits_for) : "runs " + std::string(t.instruction)) + place].push_back(
           &t);
