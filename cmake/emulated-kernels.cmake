@@ -5,15 +5,17 @@
 # clang must not merge accesses to neighbouring elements. -O2 makes kernels no faster, because most of their time is spent in
 # the hooks, and compiles half as long again.
 set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g1 -O1 -Wno-psabi)
-if(CMAKE_BUILD_TYPE STREQUAL Debug)  # gdb shows a kernel's local variables
-  set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g3 -O0 -Wno-psabi)
-endif()
 if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   list(APPEND HOPWELL_KERNEL_OPTIONS -fno-vectorize -fno-slp-vectorize)
 endif()
+set(HOPWELL_KERNEL_DEBUG_OPTIONS ${HOPWELL_KERNEL_OPTIONS} -g3 -O0 CACHE INTERNAL "")  # gdb shows a kernel's local variables
+if(CMAKE_BUILD_TYPE STREQUAL Debug)
+  set(HOPWELL_KERNEL_OPTIONS ${HOPWELL_KERNEL_DEBUG_OPTIONS})
+endif()
 set(HOPWELL_KERNEL_OPTIONS ${HOPWELL_KERNEL_OPTIONS} CACHE INTERNAL "")
 
-# hopwell_emulated_kernels(<target> <file>...): adds kernel files (.cu compiled as C++) to a target, for the emulator.
+# hopwell_emulated_kernels(<target> [DEBUG] <file>...): adds kernel files (.cu compiled as C++) to a target, for the emulator.
+# DEBUG compiles them for gdb, whatever the build type is: without optimisation, with all local variables.
 # Each file is compiled through a one-line wrapper file, so that another target can compile the same .cu file as CUDA.
 # HOPWELL_TARGET is the namespace of its definitions: emu_sm90 here, sm90 for the GPU. So one library can hold both.
 # It comes from the folder's name if that is an architecture's (sm90/name.cu), else from the file's name (sm90.cu).
@@ -21,8 +23,13 @@ function(hopwell_emulated_kernels target)
   if(NOT TARGET ${target})
     message(FATAL_ERROR "hopwell_emulated_kernels: the first argument must be a target; got '${target}'")
   endif()
+  cmake_parse_arguments(PARSE_ARGV 1 arg "DEBUG" "" "")
+  set(options ${HOPWELL_KERNEL_OPTIONS})
+  if(arg_DEBUG)
+    set(options ${HOPWELL_KERNEL_DEBUG_OPTIONS})
+  endif()
   set(sources "")
-  foreach(file IN LISTS ARGN)
+  foreach(file IN LISTS arg_UNPARSED_ARGUMENTS)
     get_filename_component(path ${file} ABSOLUTE)
     if(NOT EXISTS ${path})
       message(FATAL_ERROR "hopwell_emulated_kernels: no kernel file ${path}")
@@ -40,6 +47,6 @@ function(hopwell_emulated_kernels target)
   add_library(${target}_kernels OBJECT ${sources})
   target_link_libraries(${target}_kernels PRIVATE hopwell::emulator)
   target_include_directories(${target}_kernels PRIVATE $<TARGET_PROPERTY:${target},INCLUDE_DIRECTORIES>)
-  target_compile_options(${target}_kernels PRIVATE ${HOPWELL_KERNEL_OPTIONS})
+  target_compile_options(${target}_kernels PRIVATE ${options})
   target_link_libraries(${target} PRIVATE ${target}_kernels hopwell::emulator)
 endfunction()

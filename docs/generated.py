@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import figures
+import instructions
 from pieces import rst, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,6 +245,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         contents,
         chips,
         backends,
+        instructions.instructions,
     )
 } | figures.GENERATORS
 

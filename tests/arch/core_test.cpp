@@ -276,6 +276,22 @@ TEST(Barrier, MissingPartnersAreADeadlockWithNames) {
       Kind::deadlock, "bar.sync at core_test.cpp", "lonely");
 }
 
+TEST(Report, NamesTheThreadsThatDidNotCallACollective) {
+  const emu::Report report = emu::launch(cta(64), {}, [] {
+    if (thread_index() == 3) warp_index();   // @branch
+    if (thread_index() != 3) syncthreads();  // @others
+  });
+  const std::string branch = std::to_string(test::marked_line(__FILE__, "branch")),
+                    others = std::to_string(test::marked_line(__FILE__, "others"));
+  EXPECT_NE(
+      report.text().find("all 32 threads must call shfl.sync; only these did: CTA 0 thread 3; waits in bar.sync 0 "
+                         "(the whole CTA) at core_test.cpp:" +
+                         others + ": CTA 0 thread 0-2, 4-31\n"),
+      std::string::npos)
+      << report.text();
+  EXPECT_NE(report.text().find("shfl.sync at core_test.cpp:" + branch + ": CTA 0 thread 3"), std::string::npos);
+}
+
 TEST(Barrier, DifferentCounts) {
   expect_finding(
       cta(96),

@@ -98,6 +98,19 @@ def test_every_operator_has_its_page(generated: ModuleType) -> None:
         assert f"hopwell::{operator}({{" in program.read_text()
 
 
+def test_reference_of_instructions_has_every_function_and_its_certification(generated: ModuleType) -> None:
+    import instructions
+
+    certified = set(json.loads(instructions.RECORD.read_text())["functions"])
+    page = ["\n".join((ROOT / "docs" / "reference" / "instructions.md").read_text().splitlines())]
+    generated.fill(None, "reference/instructions", page)
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (H100|no) \|$", page[0], re.MULTILINE)
+    assert {name for name, _, gpu in rows if gpu == "H100"} == certified
+    assert {"tmem_load", "tcgen05_commit", "tma_gather4"} <= {name for name, _, gpu in rows if gpu == "no"}
+    wait = next(text for name, text, _ in rows if name == "mbarrier_init")
+    assert wait.startswith("mbarrier.init: ") and "#parallel-synchronization" in wait
+
+
 def test_every_operator_has_a_family(generated: ModuleType) -> None:
     assert sorted(name for names in generated.FAMILIES.values() for name in names) == sorted(_ops._OPERATORS)
 

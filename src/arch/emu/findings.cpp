@@ -5,6 +5,11 @@
 
 #include "machine.hpp"
 
+// A debugger breaks here to stop at each new finding, in the thread that made it. The assembler statement keeps the calls.
+extern "C" __attribute__((noinline, used)) void hopwell_emulator_finding(const char* kind, const char* text) {
+  asm volatile("" ::"r"(kind), "r"(text) : "memory");
+}
+
 namespace hopwell::arch::emu {
 
 std::string format(const char* pattern, ...) {
@@ -46,6 +51,7 @@ void Machine::find(Kind kind, const std::string& text, const Epoch* other) {
   Finding finding{kind, "", sites.resolve(here), other ? sites.resolve(there) : CallSite{}, 1};
   if (current) finding.text = std::string(current->instruction) + " by " + describe(*current) + ": ";
   finding.text += text;
+  hopwell_emulator_finding(name(kind), finding.text.c_str());
   report.findings.push_back(std::move(finding));
   stopped |= options.throw_findings;
 }

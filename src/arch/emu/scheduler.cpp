@@ -192,6 +192,31 @@ std::string lapped(const Thread& t, const Mbarrier& b) {
                 static_cast<unsigned long long>(wanted), static_cast<unsigned long long>(b.phase - 1));
 }
 
+// One line for a collective that some of its threads called and others did not, or "" if it is complete. `first` is its first
+// thread. `n` is 128 for a warpgroup, else the number of threads of the warp.
+std::string incomplete(const Rendezvous& r, const Thread* first, int n, SiteTable& sites) {
+  if (r.arrived == 0) return "";
+  std::vector<const Thread*> callers;
+  std::map<std::string, std::vector<const Thread*>> others;
+  for (int i = 0; i < n; ++i) {
+    const Thread& t = first[i];
+    if (n <= 32 && !(r.mask >> i & 1)) continue;
+    const bool waits = t.state == Thread::State::blocked;
+    const std::string place = " at " + to_string(sites.resolve(t.site));
+    if (waits && t.waits_for == r.instruction)
+      callers.push_back(&t);
+    else if (t.state == Thread::State::done)
+      others["exited"].push_back(&t);
+    else
+      others[(waits ? "waits in " + std::string(t.waits_for) : "runs " + std::string(t.instruction)) + place].push_back(
+          &t);
+  }
+  std::string text =
+      format("\n    all %d threads must call %s; only these did: ", r.needed, r.instruction) + thread_list(callers);
+  for (const auto& [where, threads] : others) text += "; " + where + ": " + thread_list(threads);
+  return text;
+}
+
 }  // namespace
 
 // Lists the waiting threads. Threads that wait at the same place for the same event share a line.
@@ -224,6 +249,14 @@ void Machine::report_deadlock() {
       livelock ? format("still running after %llu switches:", static_cast<unsigned long long>(options.max_switches))
                : std::string("no thread can go on and no asynchronous operation is pending:");
   for (const std::string& line : order) text += "\n    " + line + ": " + thread_list(groups[line]);
+  for (const Cta& cta : ctas) {
+    const int size = int(cta.threads.size());
+    for (int i = 0; i < int(cta.warps.size()); ++i)
+      text +=
+          incomplete(cta.warps[size_t(i)].rendezvous, cta.threads[size_t(32 * i)], std::min(32, size - 32 * i), sites);
+    for (int i = 0; i < int(cta.warpgroups.size()); ++i)
+      text += incomplete(cta.warpgroups[size_t(i)].rendezvous, cta.threads[size_t(128 * i)], 128, sites);
+  }
   report.findings.push_back({Kind::deadlock, text, first, {}, 1});
   stopped = true;
 }
