@@ -28,6 +28,7 @@ def interrupted(number, error, call):
     sender.join()
     assert late < 1, late  # 0.1 on an idle machine
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 DELAY = 0.3
 rng = np.random.default_rng(0)
 """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .. import _hopwell
-from .._arrays import Array, DType, Outputs, dims, dtype_name, flag
+from .._arrays import Array, DType, Outputs, dims, dtype_name, extent, flag
 
 
 def kv_compress(
@@ -57,7 +57,7 @@ def kv_compress(
     dtype = getattr(kv, "dtype", "float32")
     if out_dtype is not None:
         dtype = dtype_name(name, "out_dtype", out_dtype, ("bfloat16", "float32"))
-    rows = s // ratio if isinstance(ratio, int) and ratio > 0 else 0
+    rows = s // max(extent(ratio, s + 1), 1)
     out = outputs.given_or_new("out", out, (rows, w // 2 if overlap else w), dtype)
     _hopwell.kv_compress(
         kv, gate, ratio, position_bias, overlap, cu_seqlens, cu_compressed, out, backend, stream

@@ -346,9 +346,10 @@ def kv_compress_backward(a: dict[str, Any]) -> list[Expected]:
     size = reference.kv_compress_backward(**a | {"d_out": d_out})[0]  # weights · |d_out|
     # A column's values, those of other windows among them: unjudged if one of them is.
     largest = np.where(np.isfinite(kv).all(axis=0), finite(kv).max(axis=0, initial=0.0), np.inf)
-    of_kv = _unless(~np.isfinite(size) | ~np.isfinite(largest), share * finite(size) + TINY)
+    tiny = TINY * (1 + finite(d_out).max(initial=0.0))  # weights below fp32's normal numbers
+    of_kv = _unless(~np.isfinite(size) | ~np.isfinite(largest), share * finite(size) + tiny)
     factor = 2 * finite(largest) + 1
-    of_gate = _unless(~np.isfinite(of_kv) | (size * factor > LARGE), (2 * share * finite(size) + TINY) * factor)
+    of_gate = _unless(~np.isfinite(of_kv) | (size * factor > LARGE), (2 * share * finite(size) + tiny) * factor)
     of_bias = np.broadcast_to(of_gate.sum(axis=0) + ROUNDING * finite(d_gate).sum(axis=0), (a["ratio"], kv.shape[1]))
     bound = BOUNDS[str(a["kv"].dtype)]
     return [
