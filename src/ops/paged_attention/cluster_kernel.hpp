@@ -1,23 +1,23 @@
-// paged_attention on Hopper, for few row blocks: a cluster of CTAs for each, whose partial results meet through
-// distributed shared memory. There is no partition, and nothing goes through a workspace; what counts is a short way
-// from the first instruction to the last.
+// paged_attention on Hopper, for few row blocks: one cluster of CTAs per row block. The CTAs exchange partial results
+// through distributed shared memory, without a partition and without a workspace, because the latency from the first
+// instruction to the last one limits these calls.
 //
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
-// Work      a row block (schedule.hpp) of one KV head or a few. Its tiles are dealt out to the warps of the cluster in
-//           turn, so that whose they are is known before the length is
-// Roles     none. Each warp copies and computes its tiles, as in split_kernel.hpp; then each thread merges what the
-//           CTA's warps have of two values and sends it to the CTA of the cluster that stores them. That one adds up
-//           what it is sent in the order of the CTAs: the same bits every time
-// Guess     The length and the first pages are read before the kernel ahead has ended, which may still be writing them.
-//           All that follows from them is found out, down to the addresses of copies, and K and V of the first tile are
+// Work      one row block (schedule.hpp) of one or a few KV heads. Its tiles are dealt round-robin to the warps of the
+//           cluster, so that the owner of a tile is known before the length
+// Roles     none. Each warp copies and computes its tiles, as in split_kernel.hpp. Then each thread merges the partial
+//           results of the CTA's warps for two values and sends the sum to the CTA of the cluster that stores them.
+//           That CTA adds the sums in the order of the CTAs, so that results are deterministic
+// Guess     The length and the first pages are read before the kernel ahead has ended. That kernel may still be writing
+//           them. The addresses of the first copies are computed from this guess, and K and V of the first tile are
 //           prefetched to L2. When the kernel ahead has ended, length and pages are read again while the first copies
-//           are under way; if they have changed, the copies are thrown away and all is done once more
-// Timeline  µs; B 1, H 16, d 64, context 1000, calls that follow one another:
+//           in flight. If they have changed, the copies are discarded and the work starts again
+// Timeline  µs; B 1, H 16, d 64, context 1000, back-to-back calls:
 //           −2.5 guess │ 0 kernel ahead ended, copies │ 1.8 first tile │ 2.5 sums │ 3.1 sent │ 3.4 there │ 3.7 stored
-// Budget    shared: for each warp 2 stages × (8,192 + 256 or more) and its partial result, and 16 B for each pair of
-//           values: 8 warps 144 KiB (mma, d 128: 178, with r: 209); 6 warps 108 KiB, so that two CTAs fit an SM, this
-//           launch's and the next one's. Registers: < 256
+// Budget    shared: per warp 2 stages × (8,192 + 256 or more) and its partial result, and 16 B for each pair of
+//           values: 8 warps 144 KiB (mma, d 128: 178, with r: 209); 6 warps 108 KiB, so that two CTAs fit an SM, one of
+//           this launch and one of the next. Registers: < 256
 // Bound     short contexts: latencies, one after the other; long ones: memory, by as many SMs as clusters can have
 #pragma once
 
@@ -41,13 +41,13 @@ struct ClusterStorage {
   arch::mbarrier inbox_full;
   // [CTAs of the cluster, slice]: two values, then maximum and sum
   alignas(16) arch::Words4 inbox[Tile::Partial::kValues / 2 + kMaxCluster];
-  ClusterWarpStorage<Tile> of_warp[kMaxWarps];  // as many as there are
+  ClusterWarpStorage<Tile> of_warp[kMaxWarps];  // only `warps` of them are allocated
 };
 template <class Tile>
 constexpr SharedBytes kClusterBytes{sizeof(ClusterStorage<Tile>) - kMaxWarps * sizeof(ClusterWarpStorage<Tile>),
                                     sizeof(ClusterWarpStorage<Tile>)};
 
-// Which row block, and which CTA of its cluster this is.
+// The row block of this CTA, and the rank of the CTA in its cluster.
 struct ClusterWork {
   int sequence, row_block, rank;
   HOPWELL_DEVICE explicit ClusterWork(const ClusterParams& p) {
@@ -55,29 +55,29 @@ struct ClusterWork {
     rank = arch::block_index() - cluster * p.cluster;
     sequence = cluster / p.schedule.row_blocks, row_block = cluster - sequence * p.schedule.row_blocks;
   }
-  HOPWELL_DEVICE int pairs(const ClusterParams& p) const {  // that this CTA stores
+  HOPWELL_DEVICE int pairs(const ClusterParams& p) const {  // number of pairs that this CTA stores
     return larger(0, smaller(p.slice, p.schedule.pairs - rank * p.slice));
   }
 };
 
-// An int that the kernel ahead may be writing, from L2: no copy of it stays in L1.
+// Loads an int that the kernel ahead may be writing, from L2, so that no stale copy stays in L1.
 HOPWELL_DEVICE int load_unsettled(const int* at) {
   return int(arch::load_relaxed(reinterpret_cast<const uint32_t*>(at)));
 }
 
-// The length before the kernel ahead has ended. The emulator has none ahead: there two CTAs of three guess wrong.
+// Reads the length before the kernel ahead has ended. In the emulator two of three CTAs guess wrong.
 HOPWELL_DEVICE int guess_length(const int* length, [[maybe_unused]] int rank) {
   const int guess = load_unsettled(length);
   if constexpr (HOPWELL_ON_DEVICE) return guess;
   return rank % 3 == 0 ? guess : rank % 3 == 1 ? guess / 2 : guess + 40;
 }
 
-// The tiles of a warp, and the pages that they lie on: each lane looks up one, for `count` tiles at a time.
+// Tiles of a warp and their pages: each lane looks up one page, for `count` tiles at a time.
 template <class Tile>
 struct DealtTiles {
   const int* table;
   int first, stride, end;   // keys
-  int count, tile, lookup;  // the lane's
+  int count, tile, lookup;  // tiles at a time; this lane's tile and its look-up
   HOPWELL_DEVICE DealtTiles(const ClusterParams& p, const int* table, const Keys& keys, int warp_of_cluster)
       : table(table),
         first(keys.begin + warp_of_cluster * p.schedule.tile),
@@ -86,14 +86,14 @@ struct DealtTiles {
         count(32 >> p.lookups_log2),
         tile(arch::lane_index() >> p.lookups_log2),
         lookup(arch::lane_index() - (tile << p.lookups_log2)) {}
-  // Those of tile n and following, as they are in the table.
+  // Page for this lane's tile, one of `count` tiles from tile n on, read from the block table.
   HOPWELL_DEVICE int pages(const ClusterParams& p, int n) const {
     const int key = first + (n + tile) * stride + lookup * Tile::kKeysOfLookup;
     return key < end ? load_unsettled(table + key / p.cache.block) : -1;
   }
 };
 
-// K and V of the first tile, on their way to L2: a line of each for every lane.
+// Prefetches K and V of the first tile to L2: one line of each per lane.
 template <WarpTile Tile>
 HOPWELL_DEVICE void prefetch_first_tile(const ClusterParams& p, int kv_head, const DealtTiles<Tile>& tiles, int pages) {
   constexpr int kWidth = int(sizeof(typename Tile::Type));
@@ -109,7 +109,7 @@ HOPWELL_DEVICE void prefetch_first_tile(const ClusterParams& p, int kv_head, con
                     slot * cache.v_slot + of_row);
 }
 
-// A warp's way through its tiles of the row block. What it has of the result is in `tile`.
+// Computes a warp's tiles of the row block. The sums stay in `tile`.
 template <WarpTile Tile>
 HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& work, ClusterWarpStorage<Tile>& storage,
                                    Tile& tile) {
@@ -136,7 +136,7 @@ HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& wo
     }
     tile.prefetch_query(p, vector);
     const int length_now = load_unsettled(length), first_pages_now = tiles.pages(p, 0);
-    int key = tiles.first, ahead = tiles.first;  // of the tile to compute; to copy
+    int key = tiles.first, ahead = tiles.first;  // first key of the tile to compute; of the tile to copy
     // Step n computes tile n and copies tile n + kStages.
     HOPWELL_NO_UNROLL
     for (int n = -kStages, at = 0;; ++n) {
@@ -156,7 +156,7 @@ HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& wo
       }
       int page = arch::shuffle(pages, (of_batch << p.lookups_log2) + tile.first_key / Tile::kKeysOfLookup);
       if (unsigned(page) >= unsigned(p.cache.blocks)) page = -1;
-      // The first tile brings the query, even if it has no keys.
+      // The copies of the first tile include the query, so they are issued even if the tile has no keys.
       const bool wanted = ahead < tiles.end || m == 0;
       KeyTile next{ahead, page, true, m == 0};
       tile.locate(p, source, next);
@@ -168,13 +168,13 @@ HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& wo
       ahead += tiles.stride;
       at = at + 1 == kStages ? 0 : at + 1;
     }
-    arch::cp_async_wait<0>();  // a first tile without keys; or what a wrong guess has copied
+    arch::cp_async_wait<0>();  // copies of a first tile without keys, or of a wrong guess
     if (right) return;
     length_used = length_now;
   }
 }
 
-// What the warps of this CTA have, two values a thread, to the CTAs that store them.
+// Merges the partial results of this CTA's warps, two values per thread, and sends them to the CTAs that store them.
 template <WarpTile Tile>
 HOPWELL_DEVICE void send_sums(const ClusterParams& p, const ClusterWork& work, ClusterStorage<Tile>& s, int pitch) {
   const uint32_t inbox = arch::shared_address(s.inbox), inbox_full = arch::shared_address(&s.inbox_full);
@@ -191,7 +191,7 @@ HOPWELL_DEVICE void send_sums(const ClusterParams& p, const ClusterWork& work, C
   }
 }
 
-// What all CTAs of the cluster have sent becomes results. What does not depend on it is found out before it is there.
+// Adds the sums of all CTAs of the cluster and stores the results. Addresses are computed before the sums arrive.
 template <WarpTile Tile>
 HOPWELL_DEVICE void store_slice(const ClusterParams& p, const ClusterWork& work, ClusterStorage<Tile>& s) {
   using T = typename Tile::Type;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_cluster(const 
   walk_row_block<Tile>(p, work, storage, tile);
   tile.store_partial(p, storage.partial);
   arch::syncthreads();
-  arch::cluster_wait();  // all inboxes are ready
+  arch::cluster_wait();  // the receive buffers of all CTAs are ready
   send_sums<Tile>(p, work, s, tile.pitch());
   store_slice<Tile>(p, work, s);
 }

@@ -1,23 +1,23 @@
-// paged_attention on GPUs: the kernel that shares out all keys of all sequences equally (split KV).
+// paged_attention on GPUs: split-KV kernel. It divides all keys of all sequences equally between the warps of the grid.
 //
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
-// Tile      of a warp (tiles/): 8 chunks of 16 bytes of K and 8 of V for each lane, 8 KiB in all, or what d makes of it,
-//           4 to 10 KiB; of mma twice as much
-// Roles     none: every warp walks along a share of its own (schedule.hpp), copies its tiles and computes them; the
-//           warps of a CTA meet only at the end, to merge what they have of the same row blocks (merge.hpp,
+// Tile      per warp (tiles/): 8 chunks of 16 bytes of K and 8 of V per lane, 8 KiB in total. Other d give 4 to 10 KiB.
+//           mma tiles are twice as large
+// Roles     none: every warp walks along its own share of the tiles (schedule.hpp), copies its tiles and computes them.
+//           The warps of a CTA meet only at the end, to merge their partial results of the same row blocks (merge.hpp,
 //           handover.hpp)
-// Ring      2 stages a warp, more of smaller tiles, private to each lane, which reads back only what it copied itself,
-//           but for packed rows. Tiles of mma have one stage, filled again in parts
+// Ring      2 stages per warp, more for smaller tiles. A stage is private to each lane: a lane reads only chunks that
+//           it copied itself, except for packed rows. mma tiles have one stage, which is refilled in parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
 // Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 6.5 KiB;
-//           registers: < 256, one CTA an SM
-// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions for 8 KiB are half of the issue
-//           slots. At the beginning and at the end instructions come from memory for the first time: short code is fast
-//           there
-// Launch    cooperative, one CTA an SM: CTAs wait for each other's partial results (handover.hpp)
+//           registers: < 256, one CTA per SM
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight per SM; 450 to 870 instructions for 8 KiB are half of the issue
+//           slots. At the beginning and at the end of a call the instructions are fetched from memory, so short code is
+//           faster there
+// Launch    cooperative, one CTA per SM: CTAs wait for each other's partial results (handover.hpp)
 //
-// What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
+// Hidden keys and keys on missing pages are never read: their copies have length 0 and write zeros.
 #pragma once
 
 #include <cstring>
@@ -33,14 +33,14 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// What a warp has of shared memory.
+// Shared memory of one warp.
 template <class Tile>
 struct alignas(128) WarpStorage {
   using Partial = typename Tile::Partial;
   Partial partials[Tile::kStoresResults ? 1 : 2];
   alignas(128) typename Tile::Stage ring[Tile::kStages];
 
-  // Where whole row blocks do not need it, the second one is the last thing that a warp writes: it lies in the ring.
+  // If the tile stores whole row blocks itself, a warp writes the second partial result last, and it overlays the ring.
   HOPWELL_DEVICE Partial& partial(int which) {
     if constexpr (Tile::kStoresResults) {
       static_assert(sizeof(ring) >= sizeof(Partial));
@@ -58,13 +58,13 @@ struct CtaStorage {
 template <class Tile>
 struct SplitStorage {
   CtaStorage of_cta;
-  WarpStorage<Tile> of_warp[kMaxWarps];  // as many as there are
+  WarpStorage<Tile> of_warp[kMaxWarps];  // only `warps` of them are allocated
 };
 template <class Tile>
 constexpr SharedBytes kSplitBytes{sizeof(SplitStorage<Tile>) - kMaxWarps * sizeof(WarpStorage<Tile>),
                                   sizeof(WarpStorage<Tile>)};
 
-// The end of a warp's segment: the result if it is a whole row block, else a partial one.
+// Ends a warp's segment: stores the result of a whole row block, or a partial result in shared memory.
 template <WarpTile Tile>
 HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, const Tile& tile,
                                    const Segment& segment) {
@@ -87,10 +87,10 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
     if constexpr (Tile::kAbreast) at.row += tile.head * p.schedule.queries;
     store_sums<typename Tile::Type>(p, segment.sequence, segment.row_block, at, sums);
   }
-  arch::syncwarp();  // kept: before the next segment's partial result; in mma tiles lanes exchange other things before
+  arch::syncwarp();  // kept: before the next segment's partial result; in mma tiles lanes exchange other data before
 }
 
-// What all lanes of a warp know, in one register: lane i has its i-th word.
+// A value that all lanes of a warp share, held in one register: lane i holds its i-th word.
 template <class T>
 class InLanes {
   static constexpr int kWords = int(sizeof(T) / 4);
@@ -113,12 +113,12 @@ class InLanes {
     return all;
   }
 };
-// For tiles that have no registers left for what is seldom used.
+// Saves registers in tiles that are short of them: rarely used values are spread over the lanes.
 template <class Tile, class T>
 using Kept = std::conditional_t<Tile::kRegistersAreScarce, InLanes<T>, T>;
 
-// The tiles of a warp's share, one after the other, each with the page of the lane's first key. Page numbers are
-// requested two tiles before they are needed.
+// Iterates over the tiles of a warp's share, each with the page of the lane's first key. Page numbers are requested two
+// tiles before they are needed.
 template <class Tile>
 struct TileCursor {
   Kept<Tile, Segment> kept;  // the segment of the next tile to be requested
@@ -147,19 +147,19 @@ struct TileCursor {
   }
 };
 
-// A warp's way along its share; `work` has the segment that it computes.
+// Computes all tiles of a warp's share; `work.segment` is the segment being computed.
 template <WarpTile Tile>
 HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, Tile& tile,
                                Kept<Tile, WarpWork>& work) {
   constexpr int kStages = Tile::kStages;
-  // The address of this lane's first chunk. By a shuffle, so that the compiler does not compute it again at every use.
+  // Address of this lane's first chunk. The shuffle keeps the compiler from computing it again at every use.
   const uint32_t lane_begin = uint32_t(arch::lane_index() * Tile::kLaneBytes);
   const uint32_t ring_address = arch::shuffle(arch::shared_address(storage.ring), 0) + lane_begin;
   const Segment first = WarpWork(work).segment;
   TileCursor<Tile> ahead(p, first);
   KeyTile copied{}, requested{ahead.key, ahead.page(p, tile.first_key), true, true};
   QueryVector vector = query_vector_of(p, first, tile.head, tile.row);
-  CopySource source = tile.copy_source(p, vector);  // of the tile to copy
+  CopySource source = tile.copy_source(p, vector);  // source of the next tile to copy
   int key = first.keys.begin;
   tile.prefetch_query(p, vector);
   // Step n computes tile n, copies tile n + kStages and requests the page of tile n + kStages + 2.
@@ -168,7 +168,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
     auto& stage = storage.ring[at];
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
-      tile::launch_dependents();  // now that everything is under way: it takes time from this one
+      tile::launch_dependents();  // only now that all copies are in flight, because the next launch slows this one down
       tile.begin_segment(p, vector, storage.partial(kBegunHere), stage);
     }
     if (n >= 0 && key >= vector.end) {
@@ -185,7 +185,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
       if (copied.exists) tile.copy(p, source, copied, stage, address, part);
       arch::cp_async_commit();
     };
-    // Before the first tile there is nothing to compute: either a step leaves that out, or it is not called.
+    // Before the first tile there is nothing to compute: either step() skips the computation, or it is not called.
     if (Tile::kPartsApart > 0 && n < 0) {
       HOPWELL_NO_UNROLL
       for (int part = 0; part < Tile::kPartsApart; ++part) refill(part);
@@ -194,7 +194,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
     }
     if (n >= 0) key += p.schedule.tile;
     if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
-    // The page number requested a step ago. By a shuffle, so that the compiler does not wait for the one requested now.
+    // The page number requested a step ago. The shuffle keeps the compiler from waiting for the one requested now.
     copied = {requested.key, arch::shuffle(requested.page, arch::lane_index()), requested.exists,
               requested.begins_segment};
     if (unsigned(copied.page) >= unsigned(p.cache.blocks)) copied.page = -1;

@@ -1,4 +1,4 @@
-// paged_attention on GPUs: where keys and values are.
+// paged_attention on GPUs: addresses of keys and values.
 #pragma once
 
 #include "ops/paged_attention/gpu/scalars.hpp"
@@ -11,17 +11,17 @@ struct Cache {
   const void *k, *v;
   const int *block_tables, *context_lens;
   CacheStrides k_at, v_at;               // elements
-  int64_t k_page, v_page;                // bytes, as all that follow
-  int k_slot, v_slot, k_group, v_group;  // from one slot of a page, or one group of a vector's elements, to the next
+  int64_t k_page, v_page;                // bytes, like the strides that follow
+  int k_slot, v_slot, k_group, v_group;  // stride between slots of a page, and between groups of a vector's elements
   int64_t tables_stride, lens_stride;    // elements
-  int blocks, max_context;               // pages; keys that a block table has room for
-  Divisor block;                         // keys of a page
-  bool scattered;                        // pages, or their elements, do not lie in whole 16-byte chunks
+  int blocks, max_context;               // number of pages; keys that a block table has room for
+  Divisor block;                         // keys per page
+  bool scattered;                        // true if pages or their elements are not made of whole 16-byte chunks
 
   HOPWELL_DEVICE int context_of(int sequence) const {
     return larger(0, smaller(context_lens[sequence * lens_stride], max_context));
   }
-  // The page of a key; −1 if there is none of that number.
+  // Page of a key; −1 if the block table holds an invalid number.
   HOPWELL_DEVICE int page_of(int sequence, int key) const {
     const int page = block_tables[sequence * tables_stride + key / block];
     return unsigned(page) < unsigned(blocks) ? page : -1;

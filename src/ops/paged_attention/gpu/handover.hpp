@@ -1,27 +1,27 @@
-// paged_attention on GPUs: a row block that lies in the shares of several CTAs.
+// paged_attention on GPUs: combines the partial results of a row block that several CTAs share.
 //
-// A CTA hands over at most one partial result, through its slot of the workspace; the CTA that has the end of a row
-// block takes those of the CTAs before it, in the order of the keys, so that results do not depend on time.
+// A CTA publishes at most one partial result, in its slot of the workspace. The CTA that has the end of a row block
+// adds the partial results of the CTAs before it, in the order of the keys, so that results do not depend on timing.
 //
-// Why what is taken is whole, and is of this launch. The workspace comes with arbitrary contents, so nothing in it can
-// be counted up. Every 16 bytes of a partial result carry the tag of the launch, 64 random bits, and are written and
-// read by one 128-bit access, which the memory model keeps whole: what bears the tag is there. Who takes a partial
-// result erases its tag, so that a captured graph, which has the same tag each time, finds none at its next launch.
+// Why a partial result is complete and belongs to this launch: the workspace has arbitrary contents, so it cannot hold
+// a counter. Every 16 bytes of a partial result carry the tag of the launch, 64 random bits. They are written and read
+// with one 128-bit access, which the memory model does not tear: 16 bytes with the tag are complete. The reader erases
+// the tags, so that a captured graph, which has the same tag at every launch, finds no stale tag.
 //
-// Why nobody waits for ever. A CTA hands over its own partial result before it takes others, and what it hands over
-// depends on none of them. So every CTA that runs hands over what others wait for, and the launch is cooperative: CUDA
-// runs all its CTAs at the same time, or refuses it. Besides, CTAs wait only for those with lower numbers, since the
-// emulator runs CTAs one after another.
+// Why no CTA waits forever: a CTA publishes its own partial result before it reads others, and its partial result
+// depends on no other CTA. So every CTA that runs publishes its partial result. The launch is cooperative: CUDA runs
+// all CTAs at the same time or rejects the launch. A CTA waits only for CTAs with lower numbers, because the emulator
+// runs CTAs one after another.
 #pragma once
 
 #include "ops/paged_attention/gpu/merge.hpp"
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-constexpr int kChunks = kPieceBytes / (32 * 16);  // of four values: two and two of them, maximum and sum
+constexpr int kChunks = kPieceBytes / (32 * 16);  // of a lane's four values: 2 values, 2 values, maximum and sum
 constexpr int kAhead = 4;                         // partial results that are loaded together
 
-// The lane's first chunk of a piece of what a CTA hands over. Those of a warp follow one another.
+// This lane's first chunk of a piece of a CTA's slot. The chunks of a warp are contiguous.
 HOPWELL_DEVICE arch::Words4* slot_of(const Params& p, int64_t cta, int piece) {
   return p.schedule.partials + (cta * p.schedule.pieces + piece) * (32 * kChunks) + arch::lane_index();
 }
@@ -48,7 +48,7 @@ HOPWELL_DEVICE QuadSums take(const Params& p, arch::Words4* from, arch::Words4 (
   for (int i = 0; i < kChunks; ++i) arch::store_relaxed_v4(from + 32 * i, {});
   return {number(2, 0), number(2, 1), {number(0, 0), number(0, 1), number(1, 0), number(1, 1)}};
 }
-// The sum of a piece of every `step`-th partial result from CTA `from` on, as far as this one.
+// Sum of one piece of the partial results of CTAs from, from + step, …, up to the CTA before this one.
 HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int piece) {
   arch::Words4* slot = slot_of(p, from, piece);
   const int64_t stride = int64_t{step} * p.schedule.pieces.value * (32 * kChunks);
@@ -69,10 +69,10 @@ HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int p
   return all;
 }
 
-// The row block that began in an earlier CTA and ends in this one. So that many partial results do not wait for each
-// other, groups of warps take every `groups`-th of them each.
+// The row block that began in an earlier CTA and ends in this one. Each of `groups` groups of warps reads
+// every `groups`-th partial result, so that the loads do not wait for each other.
 struct TakenRowBlock {
-  int from, groups;  // the CTA that it began in
+  int from, groups;  // the CTA in which it began
   HOPWELL_DEVICE TakenRowBlock(const Params& p, const MergeStorage& s, const Partition& partition, bool exists)
       : from(0), groups(0) {
     if (!exists) return;
@@ -81,7 +81,7 @@ struct TakenRowBlock {
     groups = larger(1, smaller(wanted, p.schedule.merge_groups));
   }
 };
-// What the groups have become: group 0 adds up all of it.
+// Adds the sums of all groups and stores the result.
 template <class T>
 HOPWELL_DEVICE void add_groups(const Params& p, const MergeStorage& s, int groups) {
   const int quads = 32 * p.schedule.pieces.value, thread = arch::thread_index();
@@ -93,8 +93,8 @@ HOPWELL_DEVICE void add_groups(const Params& p, const MergeStorage& s, int group
   store_sums<T>(p, s.info[0][kBegunBefore].sequence, s.info[0][kBegunBefore].row_block, at, all);
 }
 
-// What the warps have left when all are done, in pieces of four values a lane. First the last row block, which the next
-// CTA may be waiting for; last the one that this CTA takes, so that a warp hands over before it waits.
+// Merges the warps' partial results, in pieces of four values per lane. The last row block comes first, because the next
+// CTA may wait for it. The row block that began in an earlier CTA comes last, so that a warp publishes before it waits.
 template <class T, class PartialOf>
 HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition& partition, const PartialOf& partial_of,
                               int pitch) {
@@ -113,7 +113,7 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
     uint32_t left = chains.begins;
     HOPWELL_NO_UNROLL
     for (int skip = smaller(number, row_blocks); skip > 0; --skip) left &= ~(1U << arch::bfind(left));
-    const int share = int(arch::bfind(left));  // −1: the row block that goes through all of them, or is taken
+    const int share = int(arch::bfind(left));  // −1: the row block that began in an earlier CTA
     WarpChain chain = share >= 0 ? chains.from(share, kBegunHere) : before;
     if (group > 0) chain.count = 0;
     const PairIndex at(p, o);

@@ -1,13 +1,13 @@
-// paged_attention on GPUs: the partial results of a row block become one.
+// paged_attention on GPUs: merges the partial results of a row block.
 //
-// A warp keeps of each row block that it does not have the whole of (maximum, sum, sum · V) in shared memory: of the
-// one that it found begun, and of the one that it leaves unfinished. When all warps are done the CTA merges them. A row
-// block that goes on in the next CTA is handed over (handover.hpp).
+// If a warp has only a part of a row block, it keeps a partial result (maximum, sum, sum · V) in shared memory. These
+// are at most the first and the last row block of its share. When all warps are done the CTA merges the partial
+// results. If a row block continues in the next CTA, its partial result goes through the workspace (handover.hpp).
 //
 //     CTA 3                                        CTA 4
 //     warp 0 │ warp 1 │ warp 2 │ … │ warp 7         warp 0 │ warp 1 │ …
 //     ▓▓▓▓▓▓▓│▓▓▓▒▒▒▒▒│▒▒▒▒▒▒▒▒│▒▒▒│▒▒▒▒▒▒▒▒        ▒▒▒▒▒▒▒│▒▒░░░░░░│░░
-//     └ taken from CTA 2 ┘└ merged, handed over ┘   └ takes ┘
+//     └ read from CTA 2 ──┘└ merged, published ──┘   └ reads ┘
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -21,7 +21,7 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 struct OutputRow {
   int head, query;
-  bool exists;  // the last pass may have fewer
+  bool exists;  // false for padding rows of the last pass
 };
 HOPWELL_DEVICE OutputRow output_row_of(const Params& p, int row_block, int row) {
   const Schedule& schedule = p.schedule;
@@ -31,7 +31,7 @@ HOPWELL_DEVICE OutputRow output_row_of(const Params& p, int row_block, int row) 
   return {kv_head * p.query.group + g, of_group - g * p.query.q_len, g < p.query.group};
 }
 
-// Where elements of a row's result go.
+// Address of a row's result.
 template <class T>
 HOPWELL_DEVICE T* out_at(const Output& output, int sequence, const OutputRow& row) {
   T* out = static_cast<T*>(output.out) + sequence * output.strides[0] + row.query * output.strides[1];
@@ -63,8 +63,8 @@ struct PartialSums {
 using PairSums = PartialSums<2>;
 using QuadSums = PartialSums<4>;
 
-// One sum out of several, at most kMost. All loads are under way together: the code runs once, so that its length in
-// time is that of what waits for what.
+// Merges up to kMost partial sums. All loads are in flight together. The code runs once, so its time is the length
+// of its dependency chain.
 template <int kMost, class PartialOf>
 HOPWELL_DEVICE auto merge_partials(int count, const PartialOf& partial_of) {
   decltype(partial_of(0)) partial[kMost], all;
@@ -83,8 +83,8 @@ HOPWELL_DEVICE auto merge_partials(int count, const PartialOf& partial_of) {
   return all;
 }
 
-// Elements [e, end) of a result once more, if values that the query sees are not finite: those count whole, while times
-// a weight that has rounded to 0, or times the low part of one in mma tiles, infinities become NaN.
+// Recomputes elements [e, end) of a result if visible values are not finite. Such values count with weight 1, because
+// an infinity times a weight that has rounded to 0, or times the low part of a weight in mma tiles, becomes NaN.
 template <class T>
 HOPWELL_DEVICE void store_infinite(const Params& p, int sequence, OutputRow row, int e, int end) {
   const int context = p.cache.context_of(sequence), position = context - p.query.q_len + row.query;
@@ -108,15 +108,15 @@ HOPWELL_DEVICE void store_infinite(const Params& p, int sequence, OutputRow row,
     if (sum != 0) from_fp32(sum, out + e);
   }
 }
-// A call, for kernels that have no registers left to inline it.
+// Not inlined, for kernels that have no registers left for it.
 template <class T>
 HOPWELL_NO_INLINE void call_store_infinite(const Params& p, int sequence, OutputRow row, int e, int end) {
   store_infinite<T>(p, sequence, row, e, end);
 }
 
-// A result from a row's sum of exp2 and its sum of exp2 · v: 0 where all logits are −∞, whatever the values are.
+// Result from the sum of exp2 and the sum of exp2 · v: 0 if all logits are −∞, whatever the values are.
 HOPWELL_DEVICE float mean_of(float sum, float value) { return sum == 0 ? 0 : value * (1 / sum); }
-// Element e of a row's result.
+// Stores element e of a row's result.
 template <class T>
 HOPWELL_DEVICE void store_value(const Params& p, int sequence, const OutputRow& row, int e, float maximum, float sum,
                                 float value) {
@@ -125,7 +125,7 @@ HOPWELL_DEVICE void store_value(const Params& p, int sequence, const OutputRow& 
   if (e == 0 && p.output.lse) *lse_at(p.output, sequence, row) = tile::lse_of(maximum, sum, -INFINITY);
 }
 
-// Which values of a row block: pair 0 to half − 1 of a row.
+// Pair of values in a row block: `pair` is 0 to half − 1 within a row.
 struct PairIndex {
   int row, pair;
   HOPWELL_DEVICE PairIndex(const Params& p, int of_row_block)
@@ -143,7 +143,7 @@ HOPWELL_DEVICE void store_sums(const Params& p, int sequence, int row_block, con
     call_store_infinite<T>(p, sequence, row, 2 * at.pair, 2 * at.pair + kValues);
 }
 
-// Zeros for the sequences of which no query sees a key.
+// Writes zeros for sequences whose queries see no key.
 template <class T>
 HOPWELL_DEVICE void store_empty(const Params& p) {
   const Query& query = p.query;
@@ -157,25 +157,25 @@ HOPWELL_DEVICE void store_empty(const Params& p) {
   }
 }
 
-// ---- what the warps of a CTA have ----------------------------------------------------------------------------------
+// ---- partial results of the warps of a CTA -------------------------------------------------------------------------
 
 struct RowStats {
   float maximum, sum;
 };
-// What a warp has of a segment, in shared memory.
+// Partial result of a warp for one segment, in shared memory.
 template <int kTheValues, int kTheRows>
 struct WarpPartial {
   static constexpr int kValues = kTheValues, kRows = kTheRows;
   alignas(16) float values[kValues];  // [rows][pitch]: sums of exp2(logit − maximum) · v
   RowStats stats[kRows];
 };
-enum : int { kBegunBefore, kBegunHere };  // which of a warp's two partial results
+enum : int { kBegunBefore, kBegunHere };  // selects one of a warp's two partial results
 
-enum class Extent : int { none, continues, ends };  // goes on in the next warp, or is the last one of its row block
+enum class Extent : int { none, continues, ends };  // whether its row block continues in the next warp or ends here
 struct PartialInfo {
   Extent extent;
   int sequence, row_block;
-  int64_t begin;  // of the row block
+  int64_t begin;  // first tile of the row block
 };
 
 struct MergeStorage {
@@ -183,14 +183,14 @@ struct MergeStorage {
   QuadSums sums[kMaxThreads];
 };
 
-// The partial results of one row block that the warps of successive shares have: the first one's is `which`, the others'
-// their first.
+// Partial results of one row block in consecutive shares: partial result `which` of the first share, and
+// partial result kBegunBefore of each later share.
 struct WarpChain {
   int share, which, count;
   bool ends;
 };
 
-// Which shares of the CTA have what, a bit each. What is known of one is in the place of its warp of the first head.
+// Partial results that exist, one bit per share. A share's warp of the first head stores its PartialInfo.
 struct WarpChains {
   uint32_t begins, continues, ends;
   HOPWELL_DEVICE explicit WarpChains(const Params& p, const MergeStorage& s) {
@@ -201,7 +201,7 @@ struct WarpChains {
     continues = arch::ballot(before == Extent::continues), ends = arch::ballot(before == Extent::ends);
   }
   HOPWELL_DEVICE WarpChain from(int share, int which) const {
-    const int next = which == kBegunBefore ? share : share + 1;  // the first that it may go on in
+    const int next = which == kBegunBefore ? share : share + 1;  // the first share in which it may continue
     const uint32_t stops = ~(continues >> next);
     const int last = next + int(arch::bfind(stops & (0U - stops)));
     const bool has_end = ends >> last & 1;
@@ -221,8 +221,8 @@ HOPWELL_DEVICE PartialSums<kValues> load_sums(const Partial& partial, int pitch,
   return sums;
 }
 
-// `partial_of(warp, which)` is a warp's partial result: of all rows of the row block, or of one of the heads that are
-// walked along abreast. Shares lie at constant distances, so that all loads are under way together, without branches.
+// `partial_of(warp, which)` returns a partial result: of all rows of the row block, or of one head if warps interleave
+// heads. Consecutive shares have a constant stride, so that all loads are in flight together, without branches.
 template <int kValues, class PartialOf>
 HOPWELL_DEVICE PartialSums<kValues> merge_chain(const Params& p, const WarpChain& chain, const PartialOf& partial_of,
                                                 int pitch, const PairIndex& at) {

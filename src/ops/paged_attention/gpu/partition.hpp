@@ -1,4 +1,4 @@
-// paged_attention on GPUs: the warps of a CTA find their shares of the work from the lengths of the sequences.
+// paged_attention on GPUs: the warps of a CTA compute their shares of the work from the lengths of the sequences.
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -12,10 +12,10 @@ struct PartitionStorage {
   int sum_of_warp[kMaxWarps];
   struct {
     int sequence, tiles_before;
-  } first[kMaxWarps];  // of the first segment of a share
+  } first[kMaxWarps];  // of the first segment of each share
 };
 
-// How all work is divided, what this warp has of it, and the segment that it begins with if it has any.
+// Partition of all tiles, the range of this warp, and its first segment if the range is not empty.
 struct WarpWork {
   Partition partition;
   TileRange tiles;
@@ -23,10 +23,10 @@ struct WarpWork {
   HOPWELL_DEVICE bool any() const { return tiles.begin < tiles.end; }
 };
 
-// Which share of the CTA's tiles this warp has.
+// Index of this warp's share among the CTA's shares.
 HOPWELL_DEVICE int share_of_warp(const Params& p) { return arch::warp_index() % p.schedule.shares; }
 
-// A small batch, of up to two sequences a lane: each warp finds its share by itself, and nothing is read twice.
+// Small batch, up to two sequences per lane: each warp computes its share by itself and reads each length once.
 HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
   const Schedule& schedule = p.schedule;
   const int lane = arch::lane_index(), first = lane * schedule.sequences_per_thread;
@@ -36,11 +36,11 @@ HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
     context[i] = i < schedule.sequences_per_thread && first + i < p.query.b ? p.cache.context_of(first + i) : 0;
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) tiles[i] = tiles_of(p, keys_of_sequence(p, context[i]));
-  const int end = tile::sum_up_to_lane(tiles[0] + tiles[1]);  // of the lane's sequences, in tiles of a row block
+  const int end = tile::sum_up_to_lane(tiles[0] + tiles[1]);  // inclusive sum, in tiles of one row block
   Partition& partition = work.partition;
   partition = partition_of(schedule, int64_t{arch::shuffle(end, 31)} * schedule.row_blocks);
   if (may_take_whole_blocks(schedule, partition)) {
-    const int each = arch::shuffle(tiles[0], 0);  // tiles of a row block, if all have as many
+    const int each = arch::shuffle(tiles[0], 0);  // tiles of a row block, if all row blocks have equally many
     const bool differ = (first < p.query.b && tiles[0] != each) ||
                         (first + 1 < p.query.b && schedule.sequences_per_thread > 1 && tiles[1] != each);
     if (arch::ballot(differ) == 0) partition.share = schedule.whole_blocks * each, partition.extra = 0;
@@ -60,8 +60,8 @@ HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
   segment.begin_at(p, begin, work.tiles.end);
 }
 
-// The sequences that the warps of a CTA begin with, by the threads that have added up their lengths: sequences [first,
-// …) with `tiles` tiles of a row block, and `before` in the sequences ahead.
+// Finds the first sequence of each warp. Each thread searches its own sequences, from `first` on. They have
+// `tiles` tiles of one row block in total; the sequences before them have `before` tiles.
 HOPWELL_DEVICE void find_first_sequences(const Params& p, PartitionStorage& s, const TileRange& of_cta, int first,
                                          int before, int tiles) {
   const Schedule& schedule = p.schedule;
@@ -81,7 +81,7 @@ HOPWELL_DEVICE void find_first_sequences(const Params& p, PartitionStorage& s, c
   }
 }
 
-// A large batch: each thread of the CTA adds up the lengths of some sequences.
+// Large batch: each thread of the CTA adds the lengths of `sequences_per_thread` sequences.
 HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpWork& work) {
   const Schedule& schedule = p.schedule;
   const int lane = arch::lane_index(), warp = arch::warp_index();
@@ -92,7 +92,7 @@ HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpW
   const int sum = tile::sum_up_to_lane(tiles);
   int before = sum - tiles, total = 0;
   if (lane == 31) s.sum_of_warp[warp] = sum;
-  arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
+  arch::syncthreads();  // kept: without it, stale sums give shares outside of the tensors
   HOPWELL_NO_UNROLL
   for (int w = 0; w < schedule.warps; ++w) {
     before += w < warp ? s.sum_of_warp[w] : 0;
@@ -102,7 +102,7 @@ HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpW
   const int cta = arch::block_index();
   const TileRange of_cta{work.partition.first_tile(cta), work.partition.first_tile(cta + 1)};
   find_first_sequences(p, s, of_cta, first, before, tiles);
-  arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
+  arch::syncthreads();  // kept: without it, a stale sequence number is outside of the tensors
   const int share = share_of_warp(p);
   work.tiles = of_cta.of_share(share, schedule.shares);
   if (!work.any()) return;

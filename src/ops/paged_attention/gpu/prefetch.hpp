@@ -1,4 +1,4 @@
-// paged_attention on GPUs: what is read first, on its way to L2 while the kernel ahead is still running.
+// paged_attention on GPUs: prefetches the first inputs to L2 while the kernel ahead is still running.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -6,7 +6,7 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Nothing of it is used here: the kernel ahead may be writing it.
+// The kernel reads no value here, because the kernel ahead may still be writing it.
 HOPWELL_DEVICE void prefetch_inputs(const Params& p) {
   const auto line_of = [](const void* of, int i) { return static_cast<const char*>(of) + int64_t{i} * 128; };
   const int i = arch::block_index() * p.schedule.threads + arch::thread_index();

@@ -1,11 +1,11 @@
-// paged_attention on GPUs: integers that the host prepares for the kernels, and the types that tensors may have.
+// paged_attention on GPUs: integers that the host prepares for the kernels, and the element types of tensors.
 #pragma once
 
 #include "arch/platform.hpp"
 
 namespace hopwell::ops::paged_attention {
 
-// A number that is divided by, as one to multiply by: a / b = a · ⌈2^shift / b⌉ / 2^shift, exact for 0 ≤ a < 2^31.
+// A divisor with its multiplicative inverse: a / b = a · ⌈2^shift / b⌉ / 2^shift, exact for 0 ≤ a < 2^31.
 // Aligned so that kernels load shift and factor together.
 struct alignas(8) Divisor {
   int shift = 31;
@@ -24,7 +24,7 @@ HOPWELL_HOST_DEVICE int operator%(int a, const Divisor& b) { return a - a / b * 
 HOPWELL_HOST_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 HOPWELL_HOST_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 HOPWELL_HOST_DEVICE int ceil_div(int a, const Divisor& b) { return (a + b.value - 1) / b; }
-// a / b of numbers that are not negative; seldom beyond 32 bits, which take four times as long.
+// a / b for non-negative numbers. Numbers above 32 bits are rare, and their division is four times slower.
 HOPWELL_HOST_DEVICE int64_t quotient(int64_t a, int64_t b) {
   return uint64_t(a | b) >> 32 ? a / b : int64_t{uint32_t(a) / uint32_t(b)};
 }

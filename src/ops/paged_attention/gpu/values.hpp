@@ -1,4 +1,4 @@
-// paged_attention on GPUs: numbers of any type, as they lie in memory and as they are computed with.
+// paged_attention on GPUs: elements of any type, in memory and in fp32.
 #pragma once
 
 #include <cmath>
@@ -16,14 +16,14 @@ using tile::from_fp32, tile::to_fp32;
 using tile::kLog2E;
 
 template <class T>
-constexpr int kElements = 16 / int(sizeof(T));  // of a 16-byte chunk
+constexpr int kElements = 16 / int(sizeof(T));  // elements of a 16-byte chunk
 
 template <class T>
 constexpr Float kFloat = sizeof(T) == 4            ? Float::fp32
                          : std::is_same_v<T, bf16> ? Float::bf16
                                                    : Float::fp16;
 
-// An element as it lies in memory, and its value. Apart, so that loads need not wait for one another.
+// Loading an element's bits and decoding them are two functions, so that loads need not wait for one another.
 HOPWELL_DEVICE uint32_t load_bits(const void* data, Float type, int64_t at) {
   return type == Float::fp32 ? static_cast<const uint32_t*>(data)[at] : static_cast<const uint16_t*>(data)[at];
 }
@@ -33,9 +33,9 @@ HOPWELL_DEVICE float decode(uint32_t bits, Float type) {
                                : arch::bit_cast<float>(bits << 16);
 }
 
-// Up to eight elements as they lie in memory; loaded in whole 16-byte chunks if they are aligned.
+// Bits of up to eight elements; loaded as whole 16-byte chunks if they are aligned.
 struct RawElements {
-  arch::Words4 half[2];  // 16-bit types, and four of fp32, have only the first one
+  arch::Words4 half[2];  // 16-bit types, and four fp32 elements, use only the first one
 };
 template <int kCount>
 HOPWELL_DEVICE RawElements load_elements(const void* data, Float type, int64_t at, bool aligned) {
