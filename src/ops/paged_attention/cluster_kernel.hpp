@@ -12,7 +12,7 @@
 // Guess     The length and the first pages are read before the kernel ahead has ended. That kernel may still be writing
 //           them. The addresses of the first copies are computed from this guess, and K and V of the first tile are
 //           prefetched to L2. When the kernel ahead has ended, length and pages are read again while the first copies
-//           in flight. If they have changed, the copies are discarded and the work starts again
+//           are in flight. If they have changed, the copies are discarded and the work starts again
 // Timeline  µs; B 1, H 16, d 64, context 1000, back-to-back calls:
 //           −2.5 guess │ 0 kernel ahead ended, copies │ 1.8 first tile │ 2.5 sums │ 3.1 sent │ 3.4 there │ 3.7 stored
 // Budget    shared: per warp 2 stages × (8,192 + 256 or more) and its partial result, and 16 B for each pair of
