@@ -22,7 +22,7 @@ struct Pooling {
   DType dtype = DType::kBFloat16, out_dtype = DType::kBFloat16;
   bool overlap = true, bias = true;
   std::vector<std::int32_t> cu_seqlens = {}, cu_compressed = {};  // empty: one document
-  std::int64_t more_rows = 0;                                     // of out, that nobody makes
+  std::int64_t more_rows = 0;                                     // of out, that no document makes
   Gates gates = Gates::kNormal;
   bool halves = false;  // kv and gate are halves of one matrix
   bool strided = false;

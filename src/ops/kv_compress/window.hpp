@@ -6,7 +6,7 @@
 // Stages    entries are copied to shared memory asynchronously; each thread reads only what it has copied, so copies
 //           need no barrier
 // Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the tree; 32 registers of gates
-// Bound     memory; about 12 instructions an element in the forward, 20 in the backward
+// Bound     memory
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
