@@ -29,6 +29,7 @@ TESTS = {
     "paged_attention": "test_reference_paged_attention.py",
     "nvfp4": "test_reference_nvfp4.py",
     "lightning_indexer": "test_reference_lightning_indexer.py",
+    "kv_compress": "test_reference_kv_compress.py",
 }
 
 
@@ -150,6 +151,29 @@ BUGS = [
     Bug("lightning_indexer", "keys_of[s] < last[s]", "keys_of[s] < len(k)", "keys after the range"),
     Bug("lightning_indexer", "some = p != 0.0", "some = p > 0.0", "NaN targets without a loss"),
     Bug("lightning_indexer", "if not p.any():", "if False:", "rows without a target counted"),
+    Bug("kv_compress", "and j > 0:", "and first + j > 0:", "the previous block across a document's border"),
+    Bug("kv_compress", "tokens - self.ratio]", "tokens]", "the own block taken for the previous one"),
+    Bug("kv_compress", "self.d if self.overlap else 0", "0", "columns of the next block taken for the own ones"),
+    Bug(
+        "kv_compress", "np.concatenate([r, r])", "np.concatenate([r, r[::-1]])", "bias of the previous block backwards"
+    ),
+    Bug(
+        "kv_compress",
+        "max(end - first, 0) // self.ratio",
+        "-(-max(end - first, 0) // self.ratio)",
+        "a tail makes a key",
+    ),
+    Bug("kv_compress", "min(key_end, n)", "n", "keys beyond their document's rows"),
+    Bug("kv_compress", "absent, 0.0, self.kv", "False, 0.0, self.kv", "values of absent entries"),
+    Bug("kv_compress", "np.where(np.isneginf(peak), 0.0, peak)", "peak", "NaN where no entry is left"),
+    Bug("kv_compress", "(values - out))\n    return", "values)\n    return", "out dropped from d_position_bias"),
+    Bug("kv_compress", "= weighted * (values - out)", "= weighted * values", "out dropped from d_gate"),
+    Bug(
+        "kv_compress",
+        "np.add.at(of_bias, (window.places[:, None], at), ",
+        "of_bias.__setitem__((window.places[:, None], at), ",
+        "d_position_bias of the last window alone",
+    ),
 ]
 
 

@@ -247,6 +247,57 @@ class LinearBackward:
         assert same_bits(self.whole[rows], self.run(rows)), f"d_x of rows {rows}"
 
 
+class Pooling:
+    """A problem of the gated pooling, and calls for some of its documents in a packing of their own."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.rng, self.backend, self.device = rng, backend, device_of(backend)
+        self.ratio, self.overlap = ((2, True), (3, True), (4, True), (4, False), (128, False))[int(rng.integers(5))]
+        d = int(rng.choice((8, 64, 136)))
+        lengths = rng.integers(0, 4 * self.ratio, 6)
+        self.ends = np.concatenate([[0], np.cumsum(lengths)])
+        s, w = int(self.ends[-1]), 2 * d if self.overlap else d
+        self.kv, self.gate, self.bias = random(rng, s, w), random(rng, s, w) * 4, random(rng, self.ratio, w).float()
+        self.d_out = random(rng, sum(int(n) // self.ratio for n in lengths), d)
+        self.whole = self.run(0, len(lengths))
+
+    def keys(self, documents: int) -> int:
+        """Number of compressed keys of the first documents."""
+        return int((np.diff(self.ends[: documents + 1]) // self.ratio).sum())
+
+    def run(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """out, d_kv and d_gate of documents first … end − 1, behind some rows of other tokens."""
+        begin = int(self.rng.integers(5))
+        tokens, keys = slice(int(self.ends[first]), int(self.ends[end])), slice(self.keys(first), self.keys(end))
+
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([random(self.rng, begin, rows.shape[1]), rows]).to(self.device)
+
+        cu_seqlens = torch.from_numpy((self.ends[first : end + 1] - self.ends[first] + begin).astype(np.int32))
+        packing = {
+            "cu_seqlens": cu_seqlens.to(self.device),
+            "cu_compressed": hopwell.torch.compressed_lengths(cu_seqlens, self.ratio).to(self.device),
+            "position_bias": self.bias.to(self.device),
+            "overlap": self.overlap,
+            "backend": self.backend,
+        }
+        kv, gate, d_out = moved(self.kv[tokens]), moved(self.gate[tokens]), self.d_out[keys].to(self.device)
+        out = hopwell.kv_compress(kv, gate, self.ratio, **packing)
+        d_kv, d_gate, _ = hopwell.kv_compress_backward(d_out, kv, gate, self.ratio, **packing)
+        return out[: keys.stop - keys.start], d_kv[begin:], d_gate[begin:]
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares some neighbouring documents."""
+        first = int(rng.integers(len(self.ends) - 1))
+        end = int(rng.integers(first, len(self.ends) - 1)) + 1
+        tokens, keys = slice(int(self.ends[first]), int(self.ends[end])), slice(self.keys(first), self.keys(end))
+        out, d_kv, d_gate = self.run(first, end)
+        what = f"of documents {first} to {end}, ratio {self.ratio}, overlap {self.overlap}"
+        assert same_bits(self.whole[0][keys], out), f"out {what}"
+        assert same_bits(self.whole[1][tokens], d_kv), f"d_kv {what}"
+        assert same_bits(self.whole[2][tokens], d_gate), f"d_gate {what}"
+
+
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -377,6 +428,11 @@ def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backend", hopwell.backends("nvfp4_linear_backward"))
 def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
     check_parts(LinearBackward, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("kv_compress_backward"))
+def test_kv_compress(backend: str, rng: np.random.Generator) -> None:
+    check_parts(Pooling, backend, rng)
 
 
 def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:

@@ -137,33 +137,32 @@ HOPWELL_DEVICE void clear_unused(const BackwardParams<T>& p, int64_t first) {
   }
 }
 
-HOPWELL_DEVICE void load_d_out(const void* d_out, bool is_bf16, bool aligned, int64_t at, float (&x)[kColumns]) {
-  if (is_bf16) {
-    const auto columns = Columns<arch::bf16>::load(static_cast<const arch::bf16*>(d_out) + at, aligned);
+// d_out of a compressed key that is made.
+template <class T>
+HOPWELL_DEVICE void load_d_out(const BackwardParams<T>& p, int64_t row, const Thread& thread, float (&x)[kColumns]) {
+  const int64_t at = row * p.d_out_stride + thread.column;
+  if (p.d_out_is_bf16) {
+    const auto columns = Columns<arch::bf16>::load(static_cast<const arch::bf16*>(p.d_out) + at, p.d_out_aligned);
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
   } else {
-    const auto columns = Columns<float>::load(static_cast<const float*>(d_out) + at, aligned);
+    const auto columns = Columns<float>::load(static_cast<const float*>(p.d_out) + at, p.d_out_aligned);
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
   }
 }
 
-// d_out of a window times the factor of the entries' exponentials.
-template <class T>
-HOPWELL_DEVICE void weigh_d_out(const BackwardParams<T>& p, int64_t row, const Thread& thread, const Pool& pool,
-                                const float (&entries_max)[kColumns], float (&d_out)[kColumns]) {
-  load_d_out(p.d_out, p.d_out_is_bf16, p.d_out_aligned, row * p.d_out_stride + thread.column, d_out);
+// Multiplies d_out of a window by the factor of the entries' exponentials.
+HOPWELL_DEVICE void weigh_d_out(const Pool& pool, const float (&entries_max)[kColumns], float (&d_out)[kColumns]) {
   HOPWELL_UNROLL
   for (int i = 0; i < kColumns; ++i) d_out[i] *= pool.sum[i] * exponential(entries_max[i], finite_max(pool.max[i]));
 }
 
 // Completes the softmax of a window: every group gets the result of all.
 template <class T>
-HOPWELL_DEVICE void complete(const Operands<T>& o, const Thread& thread, Pool& pool, Partials& partials) {
-  if (o.shape.groups > 1) partials.combine(pool, thread.group, o.shape.groups);
+HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partials, int step) {
+  if (o.shape.groups > 1) partials.combine(pool, o.shape.groups, step);
   pool.divide();
-  if (o.shape.groups > 1) partials.broadcast(pool, thread.group, o.shape.groups);
 }
 
 // The windows of a strip whose threads have one batch of entries: the next window is copied while one is computed.
@@ -179,15 +178,17 @@ HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_
   for (int step = 0; first < end; first += o.shape.rows(), ++step) {
     const Window next = window_of(row + o.shape.rows());
     Entries<T, F>::copy(o, next, thread, 0, s.stages[(step + 1) % 2]);
+    const bool any = window.made && thread.column < o.d;
+    float d_out[kColumns];
+    if (any) load_d_out(p, row, thread, d_out);  // arrives while the thread waits for its entries
     arch::cp_async_wait<1>();
     Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2]);
     Pool pool;
     pool.add(entries);
     const Pool own = pool;
-    complete(o, thread, pool, s.partials);
-    if (window.made && thread.column < o.d) {
-      float d_out[kColumns];
-      weigh_d_out(p, row, thread, pool, own.max, d_out);
+    complete(o, pool, s.partials, step);
+    if (any) {
+      weigh_d_out(pool, own.max, d_out);
       store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
     }
     window = next, row += o.shape.rows();
@@ -206,7 +207,7 @@ HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, i
     return Entries<T, F>(o, window, thread, batch, s.stages[0]);
   };
   HOPWELL_NO_UNROLL
-  for (; first < end; first += o.shape.rows()) {
+  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
     const int64_t row = first + thread.row;
     const Window window = row < end ? o.blocks.window(row) : Window{};
     Pool pool;
@@ -215,10 +216,11 @@ HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, i
       auto entries = take_entries(window, batch);
       pool.add(entries);
     }
-    complete(o, thread, pool, s.partials);
+    complete(o, pool, s.partials, step);
     if (!window.made || thread.column >= o.d) continue;
     float d_out[kColumns];
-    weigh_d_out(p, row, thread, pool, pool.max, d_out);
+    load_d_out(p, row, thread, d_out);
+    weigh_d_out(pool, pool.max, d_out);
     HOPWELL_NO_UNROLL
     for (int batch = 0; batch < o.shape.batches; ++batch) {
       auto entries = take_entries(window, batch);

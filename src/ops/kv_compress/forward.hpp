@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const
     Entries<T, F> entries(o, window, thread, batch, s.stage);
     pool.add(entries);
   }
-  if (o.shape.groups > 1) s.partials.combine(pool, thread.group, o.shape.groups);
+  if (o.shape.groups > 1) s.partials.combine(pool, o.shape.groups, 0);
   if (thread.group != 0 || row >= o.blocks.n || thread.column >= o.d) return;
   pool.divide();
   const int64_t at = row * p.out_stride + thread.column;

@@ -2,10 +2,10 @@
 //
 // Tile      slab vectors x rows x groups of threads: a thread has 4 columns of a window, and up to 8 of its entries
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
-//           groups > 1: a tree over the groups combines their results in shared memory
+//           groups > 1: the groups' results are combined in shared memory, in the order of the groups
 // Stages    entries are copied to shared memory asynchronously; each thread reads only what it has copied, so copies
 //           need no barrier
-// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the tree; 32 registers of gates
+// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; 32 registers of gates
 // Bound     memory
 #pragma once
 
@@ -242,33 +242,57 @@ struct Pool {
   }
 };
 
-// Results of threads for the tree over the groups.
+// Partial results of the groups of a CTA. If two groups share a warp, they are combined first, so that half of the space
+// holds the results of a window, and consecutive windows alternate between the halves.
 struct Partials {
   Float4 max[Config::kThreads], sum[Config::kThreads], out[Config::kThreads];
 
-  HOPWELL_DEVICE void put(const Pool& pool) {
-    const int t = arch::thread_index();
-    HOPWELL_UNROLL
-    for (int i = 0; i < kColumns; ++i) max[t].x[i] = pool.max[i], sum[t].x[i] = pool.sum[i], out[t].x[i] = pool.out[i];
-  }
-  // Group 0 of each window gets the result of all groups.
-  HOPWELL_DEVICE void combine(Pool& pool, int group, int groups) {
-    const int t = arch::thread_index(), threads = Config::kThreads / groups;
-    for (int half = groups / 2; half > 0; half /= 2) {
-      if (group >= half && group < 2 * half) put(pool);
-      arch::syncthreads();
-      if (group < half) pool.add(max[t + half * threads], sum[t + half * threads], out[t + half * threads]);
-    }
-  }
-  // Every group gets the result of group 0.
-  HOPWELL_DEVICE void broadcast(Pool& pool, int group, int groups) {
-    const int from = arch::thread_index() & (Config::kThreads / groups - 1);
-    if (group == 0) put(pool);
-    arch::syncthreads();
+  HOPWELL_DEVICE void put(const Pool& pool, int at) {
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i)
-      pool.max[i] = max[from].x[i], pool.sum[i] = sum[from].x[i], pool.out[i] = out[from].x[i];
-    arch::syncthreads();  // the next window's results may be written
+      max[at].x[i] = pool.max[i], sum[at].x[i] = pool.sum[i], out[at].x[i] = pool.out[i];
+  }
+  // Every thread gets the result of all groups. `window` counts the calls of a CTA.
+  HOPWELL_DEVICE void combine(Pool& pool, int groups, int window) {
+    const bool paired = groups == Config::kMaxGroups;  // 16 threads have a group
+    const int threads = Config::kThreads / groups, lane = arch::lane_index();
+    int at = arch::thread_index(), from = at & (threads - 1), count = groups;
+    if (paired) {
+      add_neighbour(pool);
+      const int half = window % 2 * (Config::kThreads / 2);
+      at = half + arch::warp_index() * threads + lane;
+      count = groups / 4;  // each of the two threads with the same columns adds half of the results
+      from += half + (lane < threads ? 0 : count * threads);
+    }
+    if (!paired || lane < threads) put(pool, at);
+    arch::syncthreads();
+    Pool total;
+    for (int i = 0; i < count; ++i, from += threads) total.add(max[from], sum[from], out[from]);
+    pool = total;
+    if (paired)
+      add_neighbour(pool);
+    else
+      arch::syncthreads();  // the next window's results may be written
+  }
+
+ private:
+  // Adds the results of the lanes 16 apart, the lower lane's first, so that both get the same bits.
+  static HOPWELL_DEVICE void add_neighbour(Pool& pool) {
+    Float4 low[3], high[3];
+    const bool is_low = arch::lane_index() < 16;
+    const float* const values[3] = {pool.max, pool.sum, pool.out};
+    HOPWELL_UNROLL
+    for (int part = 0; part < 3; ++part) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kColumns; ++i) {
+        const float mine = values[part][i], theirs = arch::shuffle_xor(mine, 16);
+        low[part].x[i] = is_low ? mine : theirs, high[part].x[i] = is_low ? theirs : mine;
+      }
+    }
+    Pool total;
+    total.add(low[0], low[1], low[2]);
+    total.add(high[0], high[1], high[2]);
+    pool = total;
   }
 };
 
