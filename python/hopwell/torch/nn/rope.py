@@ -87,16 +87,19 @@ class Rope:
         return plain * kept + plain / self.yarn.factor * (1 - kept)
 
 
-def rotate(x: Tensor, start: int | Tensor = 0, rope: Rope = Rope()) -> Tensor:
+def rotate(x: Tensor, start: int | Tensor = 0, rope: Rope = Rope(), *, inverse: bool = False) -> Tensor:
     """Rotary position embedding of x [b, s, d] or [b, s, h, d], d even, in float32 and rounded once.
 
-    The positions are 0 … s − 1, plus `start`: a number, or a tensor of one element or of [s].
+    The positions are 0 … s − 1, plus `start`: a number, or a tensor of one element or of [s]. With `inverse` the pairs
+    turn back.
     """
     if x.ndim not in (3, 4) or x.shape[-1] % 2:
         raise ValueError(f"rotate: x must be [b, s, d] or [b, s, h, d] with d even; got {list(x.shape)}")
     s, d = x.shape[1], x.shape[-1]
     positions = torch.arange(s, device=x.device, dtype=torch.float32) + start
     angle = positions[:, None] * rope.frequencies(d, x.device)
+    if inverse:
+        angle = -angle
     if x.ndim == 4:
         angle = angle[:, None]
     amplitude = 1.0 if rope.yarn is None else rope.yarn.amplitude
@@ -107,3 +110,11 @@ def rotate(x: Tensor, start: int | Tensor = 0, rope: Rope = Rope()) -> Tensor:
         return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
     first, second = pairs.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rotate_last(x: Tensor, d_rope: int, start: int | Tensor, rope: Rope, *, inverse: bool = False) -> Tensor:
+    """Rotates the last d_rope columns of x, as DeepSeek-V4 has them."""
+    if d_rope == 0:
+        return x
+    rotated = rotate(x[..., -d_rope:], start, rope, inverse=inverse)
+    return torch.cat([x[..., :-d_rope], rotated], dim=-1)

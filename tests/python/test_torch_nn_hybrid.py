@@ -1,0 +1,263 @@
+"""DeepSeek-V4's layers: their parameters' names, and their results against a float64 layer in numpy that is written
+from the formulae and shares nothing with Hopwell.
+"""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hopwell.torch import nn
+from support import norm_error
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+
+D_MODEL, H_Q, D, D_ROPE, Q_RANK, GROUPS, O_RANK, WINDOW = 24, 4, 16, 8, 12, 2, 6, 5
+SIZES: dict[str, Any] = {
+    "d": D,
+    "d_rope": D_ROPE,
+    "q_rank": Q_RANK,
+    "o_groups": GROUPS,
+    "o_rank": O_RANK,
+    "window": WINDOW,
+    "norm_eps": 1e-2,  # so large that the results show it
+}
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "beta_fast": 2, "beta_slow": 1}
+INDEXER = {"topk": 3, "h_index": 3, "d_index": 12}
+LAYERS: dict[str, tuple[type[nn.HCA], dict[str, Any]]] = {
+    "window": (nn.HCA, SIZES | {"ratio": 0, "rope_scaling": YARN}),
+    "HCA": (nn.HCA, SIZES | {"ratio": 6, "rope_theta": 100.0}),
+    "CSA": (nn.CSA, SIZES | INDEXER | {"ratio": 4, "rope_theta": 50.0, "rope_scaling": YARN}),
+}
+NAMES = {
+    "wq_a.weight": (Q_RANK, D_MODEL),
+    "q_norm.weight": (Q_RANK,),
+    "wq_b.weight": (H_Q * D, Q_RANK),
+    "wkv.weight": (D, D_MODEL),
+    "kv_norm.weight": (D,),
+    "wo_a.weight": (GROUPS * O_RANK, H_Q * D // GROUPS),
+    "wo_b.weight": (D_MODEL, GROUPS * O_RANK),
+    "attn_sink": (H_Q,),
+}
+COMPRESSOR = {"wkv.weight": (D, D_MODEL), "wgate.weight": (D, D_MODEL), "ape": (6, D), "norm.weight": (D,)}
+OF_CSA = {
+    "compressor.wkv.weight": (2 * D, D_MODEL),
+    "compressor.wgate.weight": (2 * D, D_MODEL),
+    "compressor.ape": (4, 2 * D),
+    "compressor.norm.weight": (D,),
+    "indexer.wq_b.weight": (36, Q_RANK),
+    "indexer.weights_proj.weight": (3, D_MODEL),
+    "indexer.compressor.wkv.weight": (24, D_MODEL),
+    "indexer.compressor.wgate.weight": (24, D_MODEL),
+    "indexer.compressor.ape": (4, 24),
+    "indexer.compressor.norm.weight": (12,),
+}
+
+
+def layer(kind: str, **changes: Any) -> nn.HCA:
+    """A layer whose parameters are all random, also those that begin as ones and zeros."""
+    cls, options = LAYERS[kind]
+    made = cls(D_MODEL, H_Q, **options | changes)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 0.2, 0.6)
+    return made
+
+
+class Numpy:
+    """A layer in float64, one document at a time."""
+
+    def __init__(self, kind: str, module: nn.HCA) -> None:
+        self.w = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
+        self.options = LAYERS[kind][1]
+        self.ratio = int(self.options["ratio"])
+
+    def norm(self, x: Any, weight: Any = 1.0) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.options["norm_eps"]) * weight
+
+    def frequencies(self) -> Any:
+        theta = self.options.get("rope_theta") or (160_000.0 if self.ratio else 10_000.0)
+        plain = [theta ** (-2 * i / D_ROPE) for i in range(D_ROPE // 2)]
+        scaling = self.options.get("rope_scaling") if self.ratio else None
+        if scaling is None:
+            return np.array(plain)
+
+        def dim(beta: float) -> float:
+            context = scaling["original_max_position_embeddings"]
+            return D_ROPE * math.log(context / (2 * math.pi * beta)) / (2 * math.log(theta))
+
+        low, high = max(math.floor(dim(scaling["beta_fast"])), 0), min(math.ceil(dim(scaling["beta_slow"])), D_ROPE - 1)
+        found = []
+        for i, f in enumerate(plain):
+            ramp = min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0)
+            found.append(f * (1 - ramp) + f / scaling["factor"] * ramp)
+        return np.array(found)
+
+    def rope(self, x: Any, position: int, sign: int = 1) -> Any:
+        """x [..., d], whose last columns turn in neighbouring pairs, as complex numbers."""
+        turned = np.array(x)
+        pairs = turned[..., -D_ROPE::2] + 1j * turned[..., -D_ROPE + 1 :: 2]
+        pairs = pairs * np.exp(1j * sign * position * self.frequencies())
+        turned[..., -D_ROPE::2], turned[..., -D_ROPE + 1 :: 2] = pairs.real, pairs.imag
+        return turned
+
+    def keys(self, x: Any, prefix: str) -> Any:
+        """Compressed keys of a document."""
+        w, r = (
+            {name: self.w[prefix + name] for name in ("wkv.weight", "wgate.weight", "ape", "norm.weight")},
+            self.ratio,
+        )
+        kv, gate = x @ w["wkv.weight"].T, x @ w["wgate.weight"].T
+        d = len(w["norm.weight"])
+        overlap, found = r == 4, []
+        for j in range(len(x) // r):
+            entries = [(j * r + i, i, d if overlap else 0) for i in range(r)]
+            if overlap and j > 0:
+                entries += [((j - 1) * r + i, i, 0) for i in range(r)]
+            g = np.array([gate[t, o : o + d] + w["ape"][i, o : o + d] for t, i, o in entries])
+            v = np.array([kv[t, o : o + d] for t, i, o in entries])
+            share = np.exp(g - g.max(0))
+            found.append(self.rope(self.norm((share / share.sum(0) * v).sum(0), w["norm.weight"]), j * r))
+        return np.array(found).reshape(-1, d)
+
+    def select(self, x: Any, latent: Any, mode: str) -> tuple[list[Any], list[Any]]:
+        """The compressed keys that each token attends, and their index scores."""
+        visible = [np.arange((i + 1) // self.ratio) if self.ratio else np.arange(0) for i in range(len(x))]
+        if "indexer.wq_b.weight" not in self.w:
+            return visible, [None] * len(x)
+        keys, heads = self.keys(x, "indexer.compressor."), INDEXER["h_index"]
+        chosen, scores = [], []
+        for i, seen in enumerate(visible):
+            q = self.rope((self.w["indexer.wq_b.weight"] @ latent[i]).reshape(heads, -1), i)
+            weights = self.w["indexer.weights_proj.weight"] @ x[i] / math.sqrt(heads * INDEXER["d_index"])
+            score = (weights[:, None] * np.maximum(q @ keys[seen].T, 0)).sum(0)
+            best = np.sort(np.argsort(-score, kind="stable")[: INDEXER["topk"]]) if mode == "sparse" else seen
+            chosen.append(seen[best])
+            scores.append(score[best])
+        return chosen, scores
+
+    def __call__(self, x: Any, mode: str = "sparse") -> tuple[Any, float]:
+        """x [n, d_model] of one document → y, and the sum of the indexer's loss over its tokens."""
+        latent = self.norm(x @ self.w["wq_a.weight"].T, self.w["q_norm.weight"])
+        window = self.norm(x @ self.w["wkv.weight"].T, self.w["kv_norm.weight"])
+        window = np.array([self.rope(row, i) for i, row in enumerate(window)]).reshape(-1, D)
+        compressed = self.keys(x, "compressor.") if self.ratio else np.zeros((0, D))
+        chosen, scores = self.select(x, latent, mode)
+        y, loss = np.zeros_like(x), 0.0
+        for i in range(len(x)):
+            q = self.rope(self.norm((self.w["wq_b.weight"] @ latent[i]).reshape(H_Q, D)), i)
+            keys = np.concatenate([window[max(0, i + 1 - WINDOW) : i + 1], compressed[chosen[i]]])
+            share = np.exp(q @ keys.T / math.sqrt(D))
+            share = share / (share.sum(1) + np.exp(self.w["attn_sink"]))[:, None]
+            out = self.rope(share @ keys, i, -1).reshape(GROUPS, -1)
+            lowered = [self.w["wo_a.weight"][g * O_RANK : (g + 1) * O_RANK] @ out[g] for g in range(GROUPS)]
+            y[i] = self.w["wo_b.weight"] @ np.concatenate(lowered)
+            if scores[i] is not None and len(scores[i]):
+                target = share[:, -len(scores[i]) :].sum(0)
+                target = target / target.sum()
+                log_prob = scores[i] - np.log(np.exp(scores[i]).sum())
+                loss += float((target * (np.log(target) - log_prob)).sum())
+        return y, loss
+
+
+def result(module: nn.HCA, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mode: Any) -> tuple[torch.Tensor, float]:
+    if not isinstance(module, nn.CSA):
+        return module(x, cu_seqlens), 0.0
+    y, loss = module(x, cu_seqlens, mode)
+    assert loss is not None
+    return y, float(loss)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "warm-up"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_equals_the_formulae(kind: str, mode: str) -> None:
+    module = layer(kind)
+    x = torch.randn(2, 27, D_MODEL)
+    y, loss = result(module, x, None, mode)
+    of_each = [Numpy(kind, module)(sequence.double().numpy(), mode) for sequence in x]
+    assert norm_error(y, torch.from_numpy(np.stack([y for y, _ in of_each]))) < 1e-5
+    assert loss == pytest.approx(sum(loss for _, loss in of_each) / 54, rel=1e-4)
+    assert loss > 0 or kind != "CSA"
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_documents_are_as_one_by_one(kind: str) -> None:
+    module = layer(kind)
+    x = torch.randn(1, 40, D_MODEL)
+    bounds = [0, 3, 3, 21, 36]  # an empty document, and tokens after the last
+    y, loss = result(module, x, torch.tensor(bounds), "sparse")
+    total = 0.0
+    for first, end in pairwise(bounds):
+        if first == end:
+            continue
+        alone, of_document = result(module, x[:, first:end], None, "sparse")
+        assert norm_error(y[:, first:end], alone) < 1e-5
+        total += of_document * (end - first)
+    assert not y[:, 36:].any()
+    assert loss == pytest.approx(total / 40, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("window", {}), ("HCA", {f"compressor.{n}": s for n, s in COMPRESSOR.items()}), ("CSA", OF_CSA)]
+)
+def test_parameters_have_the_published_names(kind: str, names: dict[str, tuple[int, ...]]) -> None:
+    assert {name: tuple(p.shape) for name, p in layer(kind).state_dict().items()} == NAMES | names
+
+
+def test_only_the_indexer_learns_from_the_loss() -> None:
+    module = layer("CSA")
+    _, loss = module(torch.randn(1, 30, D_MODEL))
+    loss.backward()
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == name.startswith("indexer."), name
+
+
+def test_the_output_does_not_teach_the_indexer() -> None:
+    module = layer("CSA")
+    y, _ = module(torch.randn(1, 30, D_MODEL))
+    y.square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is not None and bool(parameter.grad.any())) != name.startswith("indexer."), name
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_equal_finite_differences(kind: str) -> None:
+    module = layer(kind)
+    x = torch.randn(1, 22, D_MODEL)
+    direction = torch.randn(1, 22, D_MODEL)
+    numpy = {name: torch.randn_like(p) for name, p in module.named_parameters() if not name.startswith("indexer.")}
+    y, _ = result(module, x, None, "warm-up")
+    (y * direction).sum().backward()
+    expected = sum(float((p.grad * numpy[n]).sum()) for n, p in module.named_parameters() if n in numpy)  # type: ignore[operator]
+    step, values = 1e-4, []
+    for sign in (1, -1):
+        moved = Numpy(kind, module)
+        for name, change in numpy.items():
+            moved.w[name] = moved.w[name] + sign * step * change.double().numpy()
+        values.append(float((moved(x[0].double().numpy(), "warm-up")[0] * direction[0].double().numpy()).sum()))
+    assert expected == pytest.approx((values[0] - values[1]) / (2 * step), rel=2e-3)
+
+
+def test_selected_counts_in_the_document() -> None:
+    module = layer("CSA")
+    module(torch.randn(1, 30, D_MODEL), torch.tensor([0, 9, 30]))
+    assert module.selected is not None
+    assert module.selected[0, 8].tolist() == [0, 1, -1]
+    assert module.selected[0, 11].tolist() == [-1, -1, -1]
+    assert module.selected[0, 16].tolist() == [0, 1, -1]
+
+
+def test_sink_and_bias_stay_float32() -> None:
+    module = layer("CSA").bfloat16()
+    kept = {name for name, p in module.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"attn_sink", "compressor.ape", "indexer.compressor.ape"}
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [({"ratio": -1}, "ratio"), ({"window": 0}, "window"), ({"o_groups": 3}, "o_groups"), ({"d_rope": 7}, "d_rope")],
+)
+def test_bad_sizes_are_named(change: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ValueError, match=f"HCA: {argument} must be"):
+        layer("HCA", **change)
