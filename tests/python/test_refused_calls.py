@@ -171,7 +171,7 @@ def test_modules_without_a_state_keep_their_parameters() -> None:
 
 @pytest.mark.parametrize("missing", ["o_proj", "attn_sink"])
 def test_refused_shard_heads_keeps_every_head(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    monkeypatch.setattr(parallel, "_place", lambda group: (1, 2))
+    monkeypatch.setattr(parallel.dsa, "place", lambda group: (1, 2))
     mla = make_dsa(attn_sink=True)
     given = getattr(mla, missing)
     delattr(mla, missing)
