@@ -8,6 +8,7 @@
 
 #include "runtime/check.hpp"
 #include "tile/selection.hpp"
+#include "tile/window.hpp"
 
 namespace hopwell {
 
@@ -89,6 +90,37 @@ QueriesAndKeys check_q_kv(Checker& check, const Args& args) {
   check.require(check["s_kv"] <= INT32_MAX, "kv", "of at most 2^31 - 1 rows (indices are int32)", check["s_kv"]);
   check.finite("sm_scale", args.sm_scale);
   return {q, kv};
+}
+
+// Checks window_kv, window, w_start and w_end. "s_q", "s_kv" and "d_qk" are already bound; binds "s_w" if there is a
+// window. The returned rows are [s_w, d_qk].
+struct WindowKeys {
+  View kv;
+  Window window;
+};
+template <class Args>
+WindowKeys check_window(Checker& check, const Args& args, DType dtype) {
+  const bool flat = args.window_kv != nullptr && args.window_kv->ndim == 2;
+  View kv =
+      check.optional_input("window_kv", args.window_kv, {dtype}, flat ? Shape{"s_w", "d_qk"} : Shape{"s_w", 1, "d_qk"});
+  check.rule(bool(kv) == args.window.has_value(), "window_kv and window are given together");
+  const View start = check.optional_input("w_start", args.w_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  const View end = check.optional_input("w_end", args.w_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  check.rule(bool(start) == bool(end), "w_start and w_end are given together");
+  check.rule(kv || !start, "w_start and w_end need window_kv");
+  if (!kv) return {};
+  if (!flat) kv = kv.squeezed(1);
+  check.require(*args.window >= 1, "window", "at least 1", *args.window);
+  check.require(check["s_w"] <= INT32_MAX - check["s_kv"], "window_kv", "of at most 2^31 - 1 rows together with kv's",
+                check["s_w"]);
+  return {kv,
+          {.size = *args.window,
+           .starts = start.as<const std::int32_t>(),
+           .ends = end.as<const std::int32_t>(),
+           .starts_stride = start ? start.stride[0] : 0,
+           .ends_stride = end ? end.stride[0] : 0,
+           .s_q = check["s_q"],
+           .s_w = check["s_w"]}};
 }
 
 }  // namespace hopwell

@@ -77,6 +77,28 @@ SELECTION = Struct(
     taken=("topk_length", "q_positions", "q_start", "kv_stride", "k_start", "k_end"),
 )
 
+WINDOW = (
+    Tensor(
+        "window_kv",
+        "Window keys, which a query attends besides its selected keys, in one softmax. V is their first d_v columns."
+        " Query s sees the rows t with max(lo, hi - window) <= t < hi, where lo and hi are w_start[s] and w_end[s]"
+        " clamped to 0 .. s_w. Rows that no query sees are not read.",
+        dtype="like kv",
+        shape="[s_w, 1, d_qk] or [s_w, d_qk]",
+        optional=True,
+    ),
+    Integer("window", "The most window keys that a query sees, at least 1. Needs window_kv.", default=None),
+    Tensor(
+        "w_start",
+        "First row of window_kv that each query may see. Needs w_end. Without both, lo is 0 and hi is"
+        " s_w - s_q + s + 1: the queries belong to the last rows of window_kv.",
+        dtype="int32",
+        shape="[s_q]",
+        optional=True,
+    ),
+    Tensor("w_end", "See w_start.", dtype="int32", shape="[s_q]", optional=True),
+)
+
 # ---- the indexer -----------------------------------------------------------------------------------------------------
 
 Q_INDEX = Tensor("q_index", "Index queries.", dtype="bf16 | fp32 (CPU, sm80)", shape="[s_q, h_index, d_index]")

@@ -7,13 +7,14 @@ from common import (
     KV,
     SELECTION,
     SM_SCALE,
+    WINDOW,
     Q,
 )
 from declare import KEYWORD_ONLY, Boolean, Operator, Output, PythonOnly, Tensor
 
 sparse_mla_backward = Operator(
     "sparse_mla_backward",
-    "Gradients of `sparse_mla_forward` with respect to q, kv and attn_sink.",
+    "Gradients of `sparse_mla_forward` with respect to q, kv, attn_sink and window_kv.",
     formula="""
         lse'   = log(exp(lse) + exp(attn_sink))          lse without a sink
         p      = exp(score - lse')
@@ -57,10 +58,16 @@ sparse_mla_backward = Operator(
             "share_keys",
             "A hint that neighbouring queries select mostly the same keys, as in `sparse_mla_forward`. dq may then"
             " differ in its last bits with the neighbours, and a NaN or infinity in a key reaches all queries that"
-            " are computed together with one that selects it. It has no effect with deterministic or attn.",
+            " are computed together with one that selects it. It has no effect with deterministic, attn or a window.",
+        ),
+        *WINDOW,
+        Boolean(
+            "attn_with_sink",
+            "attn is sum_h exp(score - lse') instead of sum_h exp(score - lse). Needs attn and attn_sink.",
         ),
         PythonOnly("need_dq", "False leaves dq out.", type="bool", default=True),
         PythonOnly("need_dkv", "False leaves dkv out.", type="bool", default=True),
+        PythonOnly("need_d_window_kv", "False leaves d_window_kv out.", type="bool", default=True),
         Output("dq", dtype="like q", shape="[s_q, h_q, d_qk]", optional=True, when="need_dq"),
         Output("dkv", dtype="fp32 | bf16", shape="the shape of kv", optional=True, when="need_dkv"),
         Output(
@@ -73,8 +80,16 @@ sparse_mla_backward = Operator(
             when="attn_sink",
         ),
         Output(
+            "d_window_kv",
+            "Gradient of window_kv. It has the dtype of dkv, and accumulate adds into it, too. Needs window_kv.",
+            dtype="fp32 | bf16",
+            shape="the shape of window_kv",
+            optional=True,
+            when="need_d_window_kv",
+        ),
+        Output(
             "attn",
-            "sum_h exp(score - lse), the attention distribution.",
+            "sum_h exp(score - lse), the attention distribution over the entries of kv.",
             dtype="fp32",
             shape="[s_q, topk]",
             optional=True,

@@ -7,14 +7,12 @@ namespace {
 
 constexpr const char* kName = "sparse_mla_backward";
 
-// dkv has the shape that kv was given in; it comes back as [s_kv, d_qk].
-View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {
-  const bool flat = args.kv->ndim == 2;
-  const DTypes dtypes = {DType::kFloat32, DType::kBFloat16};
-  const View dkv =
-      check.optional_output("dkv", args.dkv, dtypes, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
-  check.rule(!args.accumulate || (dkv && dkv.dtype == DType::kFloat32), "accumulate needs a float32 dkv to add into");
-  return dkv && !flat ? dkv.squeezed(1) : dkv;
+// A gradient of keys has the shape that they were given in. The returned view is [rows, d_qk].
+View check_gradient(Checker& check, const char* name, const DLTensor* gradient, const DLTensor* keys, const char* rows,
+                    const DTypes& dtypes) {
+  const bool flat = keys == nullptr || keys->ndim == 2;
+  const View view = check.optional_output(name, gradient, dtypes, flat ? Shape{rows, "d_qk"} : Shape{rows, 1, "d_qk"});
+  return view && !flat ? view.squeezed(1) : view;
 }
 
 }  // namespace
@@ -26,6 +24,8 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.q = q;
   p.kv = kv;
   p.selection = check_selection(check, args);
+  const auto [window_kv, window] = check_window(check, args, q.dtype);
+  p.window_kv = window_kv, p.window = window;
   check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v",
                 "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
   check.bind("d_v", args.d_v);
@@ -34,14 +34,25 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
   p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
   p.dq = check.optional_output("dq", args.dq, {q.dtype}, {"s_q", "h_q", "d_qk"});
-  p.dkv = check_dkv(check, args);
+  p.dkv = check_gradient(check, "dkv", args.dkv, args.kv, "s_kv", {DType::kFloat32, DType::kBFloat16});
+  check.rule(args.d_window_kv == nullptr || p.window_kv, "d_window_kv needs window_kv");
+  const DTypes dtypes = p.dkv ? DTypes{p.dkv.dtype} : DTypes{DType::kFloat32, DType::kBFloat16};
+  p.d_window_kv = check_gradient(check, "d_window_kv", args.d_window_kv, args.window_kv, "s_w", dtypes);
+  if (args.accumulate) {
+    check.rule(p.window_kv ? p.dkv || p.d_window_kv : bool(p.dkv), "accumulate needs a float32 dkv to add into");
+    check.rule(!p.dkv || p.dkv.dtype == DType::kFloat32, "accumulate needs a float32 dkv to add into");
+    check.rule(!p.d_window_kv || p.d_window_kv.dtype == DType::kFloat32,
+               "accumulate needs a float32 d_window_kv to add into");
+  }
   p.d_sink = check.optional_output("d_sink", args.d_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
   check.rule(!p.d_sink || p.attn_sink, "d_sink needs an attn_sink");
   p.attn = check.optional_output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
+  check.rule(!args.attn_with_sink || (p.attn && p.attn_sink), "attn_with_sink needs attn and attn_sink");
+  p.attn_with_sink = args.attn_with_sink;
   p.sm_scale = args.sm_scale;
   p.deterministic = args.deterministic;
   p.indices_ascending = args.indices_ascending || args.indices == nullptr;
-  p.share_keys = args.share_keys;
+  p.share_keys = args.share_keys && !window;
   p.accumulate = args.accumulate;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];

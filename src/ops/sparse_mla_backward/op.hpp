@@ -4,26 +4,31 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 #include "tile/selection.hpp"
+#include "tile/window.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 
 struct Problem {
-  View d_out;      // like q [s_q, h_q, d_v]
-  View q;          // bf16 or fp32 [s_q, h_q, d_qk]
-  View kv;         // like q [s_kv, d_qk]
-  View out;        // like q [s_q, h_q, d_v]
-  View lse;        // fp32 [s_q, h_q]
-  View attn_sink;  // fp32 [h_q], or absent
-  View dq;         // like q [s_q, h_q, d_qk], or absent
-  View dkv;        // fp32 or bf16 [s_kv, d_qk], or absent
-  View d_sink;     // fp32 [h_q], or absent; only with attn_sink
-  View attn;       // fp32 [s_q, topk], or absent
+  View d_out;        // like q [s_q, h_q, d_v]
+  View q;            // bf16 or fp32 [s_q, h_q, d_qk]
+  View kv;           // like q [s_kv, d_qk]
+  View window_kv;    // like q [s_w, d_qk], or absent
+  View out;          // like q [s_q, h_q, d_v]
+  View lse;          // fp32 [s_q, h_q]
+  View attn_sink;    // fp32 [h_q], or absent
+  View dq;           // like q [s_q, h_q, d_qk], or absent
+  View dkv;          // fp32 or bf16 [s_kv, d_qk], or absent
+  View d_window_kv;  // dtype of dkv [s_w, d_qk], or absent; only with window_kv
+  View d_sink;       // fp32 [h_q], or absent; only with attn_sink
+  View attn;         // fp32 [s_q, topk], or absent
   Selection selection;
+  Window window;
   float sm_scale = 0;
   bool deterministic = false;
   bool indices_ascending = false;  // or so they say
   bool share_keys = false;         // neighbouring queries may be taken together
-  bool accumulate = false;         // dkv is there, fp32, and added into
+  bool accumulate = false;         // dkv and d_window_kv are fp32 and added into
+  bool attn_with_sink = false;     // attn sums exp(score - lse') instead of exp(score - lse)
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;
 };

@@ -193,6 +193,8 @@ attention_distribution::Problem distribution_problem(const Problem& p, const Pla
 
 std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& plan) {
   using runtime::Unsupported;
+  if (p.window) return Unsupported{"needs a call without window_kv"};
+  if (p.attn_with_sink) return Unsupported{"needs a call without attn_with_sink"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};

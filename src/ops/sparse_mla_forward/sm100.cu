@@ -15,6 +15,7 @@ std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / 
 
 runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   using runtime::Unsupported;
+  if (p.window) return Unsupported{"needs a call without window_kv"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if ((p.d_qk != 576 && p.d_qk != 512) || p.d_v != 512) return Unsupported{"needs d_qk 576 or 512, d_v 512"};
   if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))

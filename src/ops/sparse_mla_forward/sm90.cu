@@ -11,6 +11,7 @@ constexpr const char* kName = "sparse_mla_forward";
 
 runtime::PlanOr<Plan> plan(const Problem& p) {
   using runtime::Unsupported;
+  if (p.window) return Unsupported{"needs a call without window_kv"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};

@@ -1,0 +1,41 @@
+// Entries of a query that has window keys: the device side of tile/window.hpp.
+#pragma once
+
+#include "tile/gpu/entries.hpp"
+#include "tile/window.hpp"
+
+namespace hopwell::tile {
+
+/// Entries 0 … window.count − 1 are the query's window keys; the entries of its index row follow. Row t of window_kv
+/// has the key number s_kv + t, so that one integer names a row of either tensor. The list depends on the query alone,
+/// not on where its keys begin.
+struct WindowEntries {
+  Entries selected;
+  KeyRange window;  // key numbers
+  int length;       // of both parts
+
+  /// Key number of entry i; -1 beyond the length. Whether an index of `selected` is a visible key is for counts().
+  HOPWELL_DEVICE int at(int i) const {
+    const int j = i - int(window.count);
+    int key = j < 0 ? int(window.first) + i : selected.given ? -1 : int(selected.visible.first) + j;
+    if (selected.given && j >= 0 && j < selected.length) key = selected.row[j];
+    return key;
+  }
+  /// Whether entry i, which has the key number `key`, is valid.
+  HOPWELL_DEVICE bool counts(int i, int key) const { return uint32_t(i) < window.count || selected.visible.has(key); }
+  /// Number of tiles of `size` entries; the last tile may be partial.
+  HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }
+  /// Key number of entry i, or -1 if the entry is not valid.
+  HOPWELL_DEVICE int key(int i) const {
+    const int key = at(i);
+    return counts(i, key) ? key : -1;
+  }
+};
+
+HOPWELL_DEVICE WindowEntries entries_of(const SelectionParams& p, const Window& window, int64_t query) {
+  const Entries selected = entries_of(p, query);
+  const KeyRange rows = window.keys(query);
+  return {selected, {uint32_t(p.s_kv) + rows.first, rows.count}, selected.length + int(rows.count)};
+}
+
+}  // namespace hopwell::tile
