@@ -11,6 +11,7 @@
 
 #include <bit>
 #include <type_traits>
+#include <utility>
 
 #include "arch/sm90/mbarrier.hpp"
 #include "ops/common/merge_rows.hpp"
@@ -87,14 +88,17 @@ template <class KernelParams>
 using TilesOfCta = std::conditional_t<std::is_same_v<KernelParams, GroupedParams>, OwnTiles, AllTiles>;
 
 // A query and a tile of its heads. At least one step, so that every tile produces a result.
+template <class KernelParams>
 struct WorkTile {
   int query, first_head, steps;
-  tile::Entries entries;
+  decltype(entries_of(std::declval<KernelParams>(), 0)) entries;
 };
 
-HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads, int keys_of_step) {
+template <class KernelParams>
+HOPWELL_DEVICE WorkTile<KernelParams> work_tile_of(const KernelParams& p, uint32_t number, int heads,
+                                                   int keys_of_step) {
   const int query = int(number / uint32_t(p.head_tiles));
-  const tile::Entries entries = tile::entries_of(p.selection, query);
+  const auto entries = entries_of(p, query);
   const int steps = (entries.length + keys_of_step - 1) / keys_of_step;
   return {query, int(number % uint32_t(p.head_tiles)) * heads, steps > 0 ? steps : 1, entries};
 }
@@ -112,18 +116,33 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
-// Offset of the row of a key, or kNoRow if the key is not visible. In 16-byte chunks from the first row:
-// tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add. For unaligned rows,
-// the offset is in rows.
+// Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
+// from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
+// For unaligned rows, the offset is in rows. With window keys it is the key number, because the rows of two tensors may
+// lie any distance apart.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
-HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
-  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
+HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
+  return entries.counts(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
+}
+template <bool kAligned>
+HOPWELL_DEVICE uint32_t row_of_entry(const WindowParams&, const tile::WindowEntries& entries, int i, int key) {
+  return entries.counts(i, key) ? uint32_t(key) : kNoRow;
+}
+// Source of a lane's chunk of a row. The source of an invalid row must not be read.
+template <bool kAligned>
+HOPWELL_DEVICE const bf16* source_of(const Params& p, uint32_t row, bool valid, uint32_t chunk) {
+  return kAligned ? p.kv + uint64_t{row + chunk} * 8 : p.kv + (valid ? int64_t{row} * p.kv_stride_s : 0) + chunk * 8;
+}
+template <bool kAligned>
+HOPWELL_DEVICE const bf16* source_of(const WindowParams& p, uint32_t row, bool, uint32_t chunk) {
+  return row_of(p, int(row)) + chunk * 8;
 }
 
 // Member mask of the key of entry i; for groups.
 template <class Storage>
-HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const WorkTile& work, int i) {
+HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p,
+                                  const WorkTile<typename Storage::KernelParams>& work, int i) {
   if constexpr (Storage::kOfGroups)
     return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
   else
@@ -167,8 +186,7 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
   }
 }
 
-// Sources of a lane's copies for 4 · kQuads rows: a 16-byte chunk, lane % 8, of every panel of rows 4 i + lane / 8. The
-// source of an invalid row must not be read.
+// Sources of a lane's copies for 4 · kQuads rows: a 16-byte chunk, lane % 8, of every panel of rows 4 i + lane / 8.
 template <int kQuads>
 struct RowSources {
   const bf16* source[kQuads];
@@ -196,24 +214,23 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
                                          panels);
 }
 
-// Computes the sources for rows of kv. Lanes hold the offsets of their keys' rows; lane `first` holds the first row of
-// quad 0.
-template <bool kAligned, int kQuads>
-HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_t row_of_lane, int first) {
+// Computes the sources for rows of keys. Lanes hold the offsets of their keys' rows; lane `first` holds the first row
+// of quad 0.
+template <bool kAligned, int kQuads, class KernelParams>
+HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const KernelParams& p, uint32_t row_of_lane, int first) {
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;
   HOPWELL_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
     rows.valid[i] = row != kNoRow;
-    rows.source[i] = kAligned ? p.kv + uint64_t{row + chunk} * 8
-                              : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride_s : 0) + chunk * 8;
+    rows.source[i] = source_of<kAligned>(p, row, rows.valid[i], chunk);
   }
 }
 // Starts the copies of some panels of a warp's rows of a stage. If not all sources fit in `rows` (panel by panel),
 // computes the sources here, kQuads quads at a time.
-template <bool kAligned, int kRows, int kQuads>
-HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane, int first,
-                              PanelGroup panels) {
+template <bool kAligned, int kRows, int kQuads, class KernelParams>
+HOPWELL_DEVICE void copy_rows(const KernelParams& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane,
+                              int first, PanelGroup panels) {
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
   HOPWELL_NO_UNROLL
   for (int quad = 0; quad < kRows / 4; quad += kQuads) {
@@ -268,7 +285,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   uint32_t number = tiles.first(p, uint32_t(arch::block_index() + self * arch::grid_size()), stride);
   if (number >= p.work_tiles) return;
   uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that release the next copies' space
-  WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
+  auto work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
   int key = work.entries.at(entry);
   constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   uint32_t own = 0;  // the next work tile, if tiles are skipped
@@ -283,7 +300,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
-      const uint32_t row = row_of_key<kAligned>(p, work.entries.visible, key);
+      const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, holders);
       next += keys_of_step;
       if (left == 1 && following() < p.work_tiles) {

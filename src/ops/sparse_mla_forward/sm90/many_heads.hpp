@@ -39,10 +39,11 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
-template <int kDqk_, bool kOfGroups_ = false>
+// With GroupedParams, the kernel for groups.
+template <int kDqk_, class KernelParams_ = Params>
 struct SharedStorage {
-  static constexpr bool kOfGroups = kOfGroups_;
-  using KernelParams = std::conditional_t<kOfGroups, GroupedParams, Params>;
+  using KernelParams = KernelParams_;
+  static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
   using ValidRows = std::conditional_t<kOfGroups, uint16_t[tile::kMostMembers][4], uint32_t[4]>;
   static constexpr int kHeads = 64, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
@@ -73,6 +74,9 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
+
+template <class Storage>
+using WorkTileOf = WorkTile<typename Storage::KernelParams>;
 
 // Softmax state of a thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: row_max and maximum in
 // units of log 2, and the sum over the thread's own columns.
@@ -258,8 +262,9 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
 
 // Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self, const WorkTile& work,
-                                   uint32_t parity, const SoftmaxState& state, float (&scale)[2]) {
+HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
+                                   const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
+                                   float (&scale)[2]) {
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
   HOPWELL_UNROLL
@@ -316,8 +321,8 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
 // Writes this warpgroup's half of the output: stages it in the space of its half of tile B, stores whole rows, then
 // releases the space. Each warp handles its own 16 rows.
 template <class Storage>
-HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTile& work, const float (&out)[2][64],
-                              const float (&scale)[2]) {
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
+                              const float (&out)[2][64], const float (&scale)[2]) {
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
   const uint32_t place = arch::shared_address(s.keys[1]) + uint32_t(self) * 4 * tile::kPanelBytes;
   HOPWELL_UNROLL
@@ -353,16 +358,17 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
 // Whether tile B of a step has keys. Unions of groups have any length; if tile B of the last step is empty, its
 // products are skipped. Rows of single queries are mostly whole steps.
 template <class Storage>
-HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
+HOPWELL_DEVICE bool has_second_tile(const WorkTileOf<Storage>& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
 }
 
 // Work tile of a math warpgroup. The number of keys of a group is already known.
 template <class Storage, class Tiles>
-HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32_t number) {
+HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelParams& p, const Tiles& tiles,
+                                                uint32_t number) {
   constexpr int kKeysOfStep = kStages * kKeys;
   if constexpr (Storage::kOfGroups) {
-    WorkTile work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
+    WorkTileOf<Storage> work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
     work.entries.length = tiles.keys_of_tile();
     work.steps = work.entries.tiles(kKeysOfStep);
     return work;
@@ -381,7 +387,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
   HOPWELL_NO_UNROLL
   for (uint32_t number = tiles.first(p, uint32_t(arch::block_index()), uint32_t(arch::grid_size()));
        number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
-    const WorkTile work = present_tile<Storage>(p, tiles, number);
+    const auto work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     // The low warpgroup waits for the first part of tile A and fences it before S, while the previous products execute.
@@ -437,8 +443,8 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
-template <int kDqk, bool kOfGroups>
-HOPWELL_DEVICE void initialise(SharedStorage<kDqk, kOfGroups>& s) {
+template <int kDqk, class KernelParams>
+HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
   arch::mbarrier_init(s.q_empty, 2 * kWarps);
   s.key_ring.init(kGatherThreads, kWarps, kWarps);
