@@ -47,7 +47,7 @@ void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace,
   take_groups(groups, problem, plan, workspace, true);
   take_groups(others, problem, plan, workspace, false);
   launch_kernel<many_heads::SharedStorage<kDqk, GroupedParams>>(problem, plan_of_groups(problem, plan), groups, stream);
-  launch_for_heads<kDqk>(problem, plan, others, stream);
+  launch_for_few_heads<kDqk>(problem, plan, others, stream);
 }
 
 template <int kDqk>

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "arch/sm90/mbarrier.hpp"
+#include "arch/sm90/tma.hpp"
 #include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
 #include "tile/gpu/gather.hpp"
@@ -32,6 +33,12 @@ struct GroupedParams : Params {
   int members;               // members of a group
   int heads_of_member;       // heads of one member; h_q is the number of heads of all members
   uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
+};
+
+// Parameters of the kernel that copies Q, and tiles of window rows only, by tensor copies. All rows are aligned.
+struct BoxParams : WindowParams {
+  arch::TensorMap window_rows;  // boxes of 64 columns of 64 rows of window_kv
+  arch::TensorMap heads;        // boxes of 64 columns of 64 heads of a query
 };
 
 // Query that owns row `row` of a group tile. Padding rows belong to the last query.
@@ -255,6 +262,28 @@ HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const b
   }
 }
 
+// The same by tensor copies, executed by one thread. `full`: barrier that counts the bytes.
+template <class Storage>
+HOPWELL_DEVICE void copy_heads_as_boxes(const BoxParams& p, Storage& s, int query, int first_head,
+                                        uint32_t empty_parity, arch::mbarrier& full) {
+  arch::mbarrier_wait(s.q_empty, empty_parity);
+  arch::mbarrier_expect_tx(full, sizeof(s.q[0]));
+  HOPWELL_NO_UNROLL
+  for (int panel = 0; panel < Storage::kDqk / 64; ++panel)
+    arch::tma_load<3>(arch::shared_address(s.q[0]) + uint32_t(panel) * tile::kPanelBytes, p.heads,
+                      {panel * tile::kPanelColumns, first_head, query}, full);
+}
+
+// Copies panels of a tile of 64 window rows by tensor copies, executed by one thread.
+HOPWELL_DEVICE void copy_rows_as_boxes(const BoxParams& p, uint32_t to, int row, PanelGroup panels,
+                                       arch::mbarrier& full) {
+  arch::mbarrier_expect_tx(full, uint32_t(panels.count) * tile::kPanelBytes);
+  HOPWELL_NO_UNROLL
+  for (int panel = panels.first; panel < panels.first + panels.count; ++panel)
+    arch::tma_load<2>(to + uint32_t(panel) * tile::kPanelBytes, p.window_rows, {panel * tile::kPanelColumns, row},
+                      full);
+}
+
 // Sum of exponentials of 16 keys. A lane has the keys with one value of c: see above. `value(j, b)`: of key 8 j + 2 c +
 // b.
 template <class Value>
@@ -276,6 +305,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   // Unaligned rows are copied through registers; the sources of all rows of a one-stage warp would not fit.
   constexpr int kQuads = kAligned ? kRows / 4 : 4;
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
+  constexpr bool kBoxes = std::is_same_v<typename Storage::KernelParams, BoxParams>;
   const int lane = arch::lane_index(), part_of_rows = warp % kWarps, first_stage = warp / kWarps;
   const int at_once = Storage::queries_at_once(p), self = at_once == 1 ? 0 : first_stage;
   const int keys_of_step = kStages * kKeys / at_once;
@@ -296,12 +326,18 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     if constexpr (kSkips) own = tiles.next(p, number, stride);
     const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
+    [[maybe_unused]] const int query = work.query;  // `work` may be the next one when Q is copied
     bool first = first_stage == self;
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, holders);
+      int window_row = 0, window_rows = 0;  // first window row of this step, and how many follow
+      if constexpr (kBoxes) {
+        window_row = int(work.entries.window.first) - p.selection.s_kv + (next - entry);
+        window_rows = int(work.entries.window.count) - (next - entry);
+      }
       next += keys_of_step;
       if (left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -312,6 +348,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
+        [[maybe_unused]] const bool leads = part_of_rows == 0 && lane == 0;
+        const bool is_box = kBoxes && window_rows >= kKeys * (n + 1);
         RowSources<kQuads> rows;
         if (!kPanelByPanel) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
@@ -322,11 +360,21 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
             if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
+            if constexpr (kBoxes) {
+              if (is_box) {
+                if (leads) copy_rows_as_boxes(p, to, window_row + kKeys * n, Storage::panels(i), slot.full(part));
+                continue;
+              }
+            }
             copy_rows<kAligned, kRows>(p, to, rows, row, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;
           first = false;
+          if constexpr (kBoxes) {
+            if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
+            continue;
+          }
           copy_heads<kAligned, kPanelByPanel>(
               p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
               q_empty_parity);
@@ -340,7 +388,10 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
 
 template <class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s) {
-  p.aligned ? gather<true>(p, s, arch::warp_index() % 4) : gather<false>(p, s, arch::warp_index() % 4);
+  if constexpr (std::is_same_v<typename Storage::KernelParams, BoxParams>)
+    gather<true>(p, s, arch::warp_index() % 4);
+  else
+    p.aligned ? gather<true>(p, s, arch::warp_index() % 4) : gather<false>(p, s, arch::warp_index() % 4);
 }
 
 #endif

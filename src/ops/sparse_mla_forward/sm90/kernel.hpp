@@ -43,13 +43,18 @@ void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::K
   runtime::launch(kName, kernel<Storage>, shape, stream, p);
 }
 
-// For ungrouped calls: chooses the kernel for the number of heads.
+// Chooses the kernel for the number of heads.
 template <int kDqk, class KernelParams>
-void launch_for_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+void launch_for_few_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
   if (plan.tile_heads == 16)
     launch_kernel<few_heads::SharedStorage<16, kDqk, KernelParams>>(problem, plan, p, stream);
-  else if (plan.tile_heads == 32)
+  else
     launch_kernel<few_heads::SharedStorage<32, kDqk, KernelParams>>(problem, plan, p, stream);
+}
+template <int kDqk, class KernelParams>
+void launch_for_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+  if (plan.tile_heads < 64)
+    launch_for_few_heads<kDqk>(problem, plan, p, stream);
   else
     launch_kernel<many_heads::SharedStorage<kDqk, KernelParams>>(problem, plan, p, stream);
 }
