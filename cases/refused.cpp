@@ -294,6 +294,7 @@ const std::vector<Refusals>& all_refusals() {
        {
            {"needs a call without window_kv",
             WINDOW_CASES " window_boxes window_boxes_extreme_rows_h_q_100 window_boxes_nan_seen window_d_qk_576_h_q_40 "
+                         "window_large_scores_h_q_20 "
                          "window_unaligned_h_q_20 window_unaligned_h_q_40"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
