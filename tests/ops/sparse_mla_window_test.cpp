@@ -4,13 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <hopwell/hopwell.hpp>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
-
-#include "runtime/backend.hpp"
 
 namespace hopwell {
 namespace {
