@@ -15,6 +15,21 @@ struct Refusals {
   std::vector<Reason> reasons;
 };
 
+// Cases with window keys: of the forward and the backward, and of the backward alone. Those with fp32 are also named with
+// their own reason, which a backend that has windows gives.
+#define WINDOW_CASES                                                                                                \
+  "window_1 window_127 window_128 window_129 window_63 window_alone window_alone_dense window_alone_h_q_64 "        \
+  "window_beyond window_constant_rows window_documents window_duplicates window_extreme_rows "                      \
+  "window_extreme_rows_h_q_64 window_fewer_rows_than_queries window_h_q_128 window_h_q_96 window_hca "              \
+  "window_hca_documents window_hca_h_q_128 window_hot_row window_large_scores_h_q_64 window_many_queries_fp32 "     \
+  "window_nan_seen window_nan_seen_h_q_64 window_no_queries window_no_rows window_strided window_tiles_dense_fp32 " \
+  "window_tiles_fp32"
+#define MORE_WINDOW_CASES                                                                                          \
+  "window_accumulate window_accumulate_h_q_64 window_attn_with_sink window_attn_with_sink_h_q_64 window_dkv_bf16 " \
+  "window_dkv_bf16_h_q_64 window_not_deterministic_h_q_128 window_not_deterministic_h_q_64 window_only_attn "      \
+  "window_only_attn_h_q_64 window_only_attn_with_sink window_only_attn_with_sink_h_q_64 window_only_d_window_kv "  \
+  "window_only_d_window_kv_h_q_64 window_only_dkv window_only_dkv_h_q_64 window_only_dq window_only_dq_h_q_64"
+
 // Unsupported cases on the emulator, by operator and target, in alphabetical order.
 const std::vector<Refusals>& all_refusals() {
   static const std::vector<Refusals> all{
@@ -226,50 +241,63 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_backward",
        "sm80",
        {
+           {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
+           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm90",
        {
+           {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
+           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm100",
        {
+           {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
+           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm80",
        {
+           {"needs a call without window_kv", WINDOW_CASES},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm100",
        {
+           {"needs a call without window_kv", WINDOW_CASES},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q and kv 16-byte aligned, a positive row stride of kv",
             "key_ranges_h_q_40 masks_h_q_40 strided"},
@@ -277,10 +305,12 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_forward",
        "sm90",
        {
+           {"needs a call without window_kv", WINDOW_CASES},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
-            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
+            "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
        }},
   };

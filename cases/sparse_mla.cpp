@@ -107,6 +107,38 @@ std::vector<std::int64_t> valid_entries(const SparseMlaInputs& in, std::int64_t 
   return entries;
 }
 
+// The rows of window_kv that query s sees.
+std::vector<std::int64_t> window_rows(const SparseMlaInputs& in, std::int64_t s) {
+  const SparseMla& p = in.problem;
+  std::vector<std::int64_t> rows;
+  if (in.window_kv == nullptr) return rows;
+  const auto clamped = [&](double row) { return std::clamp(static_cast<std::int64_t>(row), std::int64_t{0}, p.s_w); };
+  const std::int64_t start = in.w_start == nullptr ? 0 : clamped(in.w_start->get(s)),
+                     end = clamped(in.w_end == nullptr ? static_cast<double>(p.s_w - p.s_q + s + 1) : in.w_end->get(s));
+  for (std::int64_t t = start; t < end; ++t)
+    if (t >= end - p.window) rows.push_back(t);
+  return rows;
+}
+
+// Fills rows that no query uses with NaN and infinities, except for their first element.
+void plant_elsewhere(Array& rows, const std::vector<bool>& used, std::int64_t width) {
+  for (std::int64_t t = 0; t < std::ssize(used); ++t) {
+    if (used[static_cast<std::size_t>(t)]) continue;
+    for (std::int64_t d = 0; d < width; ++d) rows.set(t * width + d, d % 3 == 0 ? kInfinity : kNan);
+  }
+}
+
+// The same for window_kv. Plants the NaN of a seen row.
+void plant_nan_in_window(const SparseMlaInputs& in) {
+  const SparseMla& p = in.problem;
+  std::vector<bool> seen(static_cast<std::size_t>(p.s_w));
+  for (std::int64_t s = 0; s < p.s_q; ++s)
+    for (const std::int64_t row : window_rows(in, s)) seen[static_cast<std::size_t>(row)] = true;
+  if (p.nan_elsewhere) plant_elsewhere(*in.window_kv, seen, p.d_qk);
+  const auto first = std::find(seen.begin(), seen.end(), true) - seen.begin();
+  if (p.planted != 0 && first < p.s_w) in.window_kv->set(first * p.d_qk + p.d_qk / 2, p.planted);
+}
+
 // Puts NaN into rows that no valid entry selects, or into one selected row.
 void plant_nan(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
@@ -115,9 +147,10 @@ void plant_nan(const SparseMlaInputs& in) {
     for (const std::int64_t entry : valid_entries(in, s))
       selected[static_cast<std::size_t>(key_of(in, s, entry))] = true;
   }
-  for (std::int64_t t = 0; t < p.s_kv && p.nan_elsewhere; ++t) {
-    if (selected[static_cast<std::size_t>(t)]) continue;
-    for (std::int64_t d = 0; d < p.d_qk; ++d) in.kv->set(t * p.d_qk + d, d % 3 == 0 ? kInfinity : kNan);
+  if (p.nan_elsewhere) plant_elsewhere(*in.kv, selected, p.d_qk);
+  if (in.window_kv != nullptr) {
+    plant_nan_in_window(in);
+    return;
   }
   const auto first = std::find(selected.begin(), selected.end(), true) - selected.begin();
   if (p.planted != 0 && first < p.s_kv) in.kv->set(first * p.d_qk + p.d_qk / 2, p.planted);
@@ -135,6 +168,18 @@ SelectionArgs SparseMlaInputs::selection() const {
                           .k_end = view_of(k_end)};
   if (problem.positions == SparseMla::Positions::kStart) selection.q_start = problem.q_start;
   return selection;
+}
+
+std::optional<std::int64_t> SparseMlaInputs::window() const {
+  return window_kv == nullptr ? std::nullopt : std::optional(problem.window);
+}
+
+std::vector<double> SparseMlaInputs::keys() const {
+  std::vector<double> rows = values_of(*kv);
+  if (window_kv == nullptr) return rows;
+  const std::vector<double> of_window = values_of(*window_kv);
+  rows.insert(rows.end(), of_window.begin(), of_window.end());
+  return rows;
 }
 
 Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
@@ -166,6 +211,34 @@ std::pair<Array*, Array*> add_key_ranges(Instance& instance, Random& random, std
   return {&start, &end};
 }
 
+namespace {
+
+// w_start and w_end [s_q]: special values, then the rows of three documents up to the query's own.
+void add_window_rows(Instance& instance, SparseMlaInputs& in) {
+  const SparseMla& p = in.problem;
+  in.w_start = &instance.add({"w_start", DType::kInt32, {p.s_q}, {p.strided ? 2 : 1}});
+  in.w_end = &instance.add({"w_end", DType::kInt32, {p.s_q}, {p.strided ? 3 : 1}});
+  const std::int64_t special[][2] = {{0, p.s_w},
+                                     {INT32_MIN, INT32_MAX},
+                                     {INT32_MAX, INT32_MIN},
+                                     {p.s_w / 2, p.s_w},
+                                     {p.s_w / 2, p.s_w / 2},
+                                     {p.s_w / 2, p.s_w / 2 - 1},
+                                     {-5, p.s_w / 3},
+                                     {INT32_MIN, INT32_MIN},
+                                     {p.s_w, INT32_MAX},
+                                     {p.s_w - 1, p.s_w + 1}};
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const bool extreme = p.window_rows == SparseMla::WindowRows::kExtreme && s < std::ssize(special);
+    const std::int64_t document = s * 3 / p.s_q, first_query = (document * p.s_q + 2) / 3;
+    const std::int64_t first = first_query * p.s_w / p.s_q, end = first + s - first_query + 1;
+    in.w_start->set(s, static_cast<double>(extreme ? special[s][0] : first));
+    in.w_end->set(s, static_cast<double>(extreme ? special[s][1] : end));
+  }
+}
+
+}  // namespace
+
 SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& p) {
   SparseMlaInputs in;
   in.problem = p;
@@ -196,19 +269,24 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
     }
   }
   if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
+  if (p.window > 0) {
+    in.window_kv = &add_array(instance, p, "window_kv", p.dtype, {p.s_w, 1, p.d_qk}).fill_normal(random);
+    if (p.window_rows != SparseMla::WindowRows::kLast) add_window_rows(instance, in);
+  }
   plant_nan(in);
   return in;
 }
 
 std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
-  const std::vector<double> q = values_of(*in.q), kv = values_of(*in.kv);
+  const std::vector<double> q = values_of(*in.q), kv = in.keys();
   const auto scale = static_cast<double>(p.sm_scale);
   std::vector<QueryReference> queries(static_cast<std::size_t>(p.s_q));
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     QueryReference& query = queries[static_cast<std::size_t>(s)];
-    query.entries = valid_entries(in, s);
-    for (const std::int64_t entry : query.entries) query.keys.push_back(key_of(in, s, entry));
+    for (const std::int64_t row : window_rows(in, s)) query.entries.push_back(-1), query.keys.push_back(p.s_kv + row);
+    for (const std::int64_t entry : valid_entries(in, s))
+      query.entries.push_back(entry), query.keys.push_back(key_of(in, s, entry));
     const auto count = query.entries.size(), heads = static_cast<std::size_t>(p.h_q);
     query.score.resize(heads * count), query.score_magnitude.resize(heads * count);
     query.max.resize(heads), query.lse.resize(heads);
@@ -237,7 +315,8 @@ std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
 void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth) {
   const SparseMla& p = in.problem;
   double valid = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) valid += static_cast<double>(valid_entries(in, s).size());
+  for (std::int64_t s = 0; s < p.s_q; ++s)
+    valid += static_cast<double>(valid_entries(in, s).size() + window_rows(in, s).size());
   instance.flops = 2 * valid * static_cast<double>(p.h_q * depth);
   for (const Array& array : instance.arrays)
     instance.bytes += static_cast<double>(array.size()) * static_cast<double>(size_of(array.dtype()));
@@ -245,7 +324,7 @@ void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth)
 
 ForwardReference forward_reference(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
-  const std::vector<double> kv = values_of(*in.kv);
+  const std::vector<double> kv = in.keys();
   const std::vector<QueryReference> queries = query_references(in);
   const auto rows = static_cast<std::size_t>(p.s_q * p.h_q), elements = rows * static_cast<std::size_t>(p.d_v);
   ForwardReference reference{.out = std::vector<double>(elements),
@@ -279,17 +358,21 @@ ForwardReference forward_reference(const SparseMlaInputs& in) {
 }
 
 DistributionReference distribution_reference(const SparseMlaInputs& in, const std::vector<QueryReference>& queries,
-                                             const std::vector<double>& lse) {
+                                             const std::vector<double>& lse, bool with_sink) {
   const SparseMla& p = in.problem;
   const auto size = static_cast<std::size_t>(p.s_q * p.topk);
   DistributionReference reference{std::vector<double>(size), std::vector<double>(size)};
   cpu::parallel_for(p.s_q, [&](std::int64_t s) {
     const QueryReference& query = queries[static_cast<std::size_t>(s)];
     for (std::int64_t h = 0; h < p.h_q; ++h) {
+      const double of_keys = lse[static_cast<std::size_t>(s * p.h_q + h)], sink = with_sink ? in.attn_sink->get(h) : 0;
+      const double factor = with_sink ? 1 / (1 + std::exp(sink - of_keys)) : 1;
       for (std::int64_t i = 0; i < query.count(); ++i) {
+        const std::int64_t entry = query.entries[static_cast<std::size_t>(i)];
+        if (entry < 0) continue;  // of the window
         const auto from = static_cast<std::size_t>(h * query.count() + i);
-        const auto to = static_cast<std::size_t>(s * p.topk + query.entries[static_cast<std::size_t>(i)]);
-        const double weight = std::exp(query.score[from] - lse[static_cast<std::size_t>(s * p.h_q + h)]);
+        const auto to = static_cast<std::size_t>(s * p.topk + entry);
+        const double weight = factor * std::exp(query.score[from] - of_keys);
         reference.attn[to] += weight;
         if (weight != 0) reference.magnitude[to] += weight * (1 + query.score_magnitude[from]);
       }
@@ -438,6 +521,134 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
   for (const std::int64_t topk : {2048, 2049}) {
     all.push_back({"topk_" + std::to_string(topk), {.s_q = 1, .s_kv = 2100, .h_q = 4, .topk = topk}});
   }
+  return all;
+}
+
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_window_problems() {
+  using Indices = SparseMla::Indices;
+  using Sink = SparseMla::Sink;
+  using Positions = SparseMla::Positions;
+  using WindowRows = SparseMla::WindowRows;
+  constexpr DType fp32 = DType::kFloat32;
+  std::vector<std::pair<std::string, SparseMla>> all;
+  const auto add = [&](const std::string& name, const SparseMla& problem) {
+    all.emplace_back("window_" + name, problem);
+  };
+  // Lengths of windows, around a tile of 64 and 128 keys; s_w below, at and above s_q.
+  add("1", {.s_q = 3, .h_q = 8, .d_qk = 512, .window = 1, .s_w = 3});
+  add("63", {.h_q = 1, .d_qk = 512, .topk = 3, .window = 63, .s_w = 70});
+  add("127", {.h_q = 16, .d_qk = 512, .topk = 65, .window = 127, .s_w = 129});
+  add("128", {.h_q = 64, .d_qk = 512, .topk = 63, .sink = Sink::kAny, .window = 128, .s_w = 129});
+  add("129", {.h_q = 32, .topk = 66, .sink = Sink::kExtreme, .window = 129, .s_w = 131});
+  add("beyond", {.s_q = 5, .h_q = 8, .d_qk = 512, .window = 1000, .s_w = 5});
+  add("fewer_rows_than_queries",
+      {.s_q = 6, .h_q = 8, .d_qk = 512, .topk = 5, .sink = Sink::kExtreme, .window = 2, .s_w = 4});
+  add("h_q_96", {.s_q = 3, .h_q = 96, .d_qk = 512, .topk = 20, .sink = Sink::kExtreme, .window = 20, .s_w = 21});
+  add("h_q_128", {.s_q = 3, .h_q = 128, .d_qk = 512, .topk = 40, .sink = Sink::kAny, .window = 50, .s_w = 51});
+  // The window alone, a selection alone, nothing.
+  add("alone", {.s_q = 3, .h_q = 8, .d_qk = 512, .topk = 0, .sink = Sink::kExtreme, .window = 66, .s_w = 68});
+  add("alone_h_q_64", {.s_q = 5, .h_q = 64, .d_qk = 512, .topk = 0, .window = 2, .s_w = 3});
+  add("alone_dense",
+      {.s_q = 3, .s_kv = 0, .h_q = 16, .d_qk = 512, .topk = 0, .indices = Indices::kAbsent, .window = 3, .s_w = 3});
+  add("no_rows", {.h_q = 8, .d_qk = 512, .topk = 20, .window = 128, .s_w = 0});
+  add("no_queries", {.s_q = 0, .d_qk = 512, .window = 128, .s_w = 3});
+  add("extreme_rows", {.s_q = 16,
+                       .h_q = 8,
+                       .d_qk = 512,
+                       .topk = 5,
+                       .indices = Indices::kEmptyRows,
+                       .sink = Sink::kExtreme,
+                       .window = 6,
+                       .s_w = 20,
+                       .window_rows = WindowRows::kExtreme});
+  add("extreme_rows_h_q_64", {.s_q = 10,
+                              .s_kv = 30,
+                              .h_q = 64,
+                              .d_qk = 512,
+                              .topk = 5,
+                              .indices = Indices::kInvalid,
+                              .sink = Sink::kExtreme,
+                              .lengths = true,
+                              .window = 6,
+                              .s_w = 20,
+                              .window_rows = WindowRows::kExtreme});
+  // Packed documents of window keys and of compressed keys.
+  add("documents", {.s_q = 14,
+                    .s_kv = 30,
+                    .h_q = 8,
+                    .topk = 8,
+                    .sink = Sink::kAny,
+                    .positions = Positions::kArray,
+                    .kv_stride = 4,
+                    .ranges = true,
+                    .window = 3,
+                    .s_w = 14,
+                    .window_rows = WindowRows::kDocuments});
+  add("duplicates", {.s_kv = 9, .h_q = 8, .d_qk = 512, .topk = 20, .indices = Indices::kTwice, .window = 7, .s_w = 8});
+  add("hot_row", {.s_q = 20, .h_q = 8, .d_qk = 512, .topk = 3, .indices = Indices::kHot, .window = 2, .s_w = 21});
+  add("strided", {.s_q = 3,
+                  .d_qk = 512,
+                  .topk = 20,
+                  .sink = Sink::kAny,
+                  .lengths = true,
+                  .window = 5,
+                  .s_w = 9,
+                  .window_rows = WindowRows::kDocuments,
+                  .strided = true,
+                  .gap = 8});
+  add("large_scores_h_q_64", {.h_q = 64, .d_qk = 512, .topk = 130, .q_size = 200, .window = 66, .s_w = 70});
+  add("nan_seen", {.s_q = 4, .s_kv = 40, .h_q = 3, .d_qk = 512, .topk = 5, .window = 2, .s_w = 5, .planted = kNan});
+  add("nan_seen_h_q_64",
+      {.s_q = 4, .s_kv = 40, .h_q = 64, .d_qk = 512, .topk = 5, .window = 2, .s_w = 5, .planted = kNan});
+  add("constant_rows", {.s_q = 2,
+                        .h_q = 64,
+                        .d_qk = 512,
+                        .topk = 66,
+                        .sm_scale = 0.0721687824F,
+                        .constant = true,
+                        .window = 5,
+                        .s_w = 6});
+  // HCA: every visible key, each of 128 tokens. The first query has no compressed key, the next ones have one.
+  const SparseMla hca{.s_q = 3,
+                      .s_kv = 3,
+                      .h_q = 64,
+                      .d_qk = 512,
+                      .topk = 3,
+                      .indices = Indices::kAbsent,
+                      .sink = Sink::kAny,
+                      .positions = Positions::kStart,
+                      .q_start = 126,
+                      .kv_stride = 128,
+                      .window = 128,
+                      .s_w = 129};
+  add("hca", hca);
+  SparseMla changed = hca;
+  changed.h_q = 128, changed.s_q = 2, changed.q_start = 128 * 70 - 2, changed.s_kv = changed.topk = 70;
+  changed.window = 66, changed.s_w = 70;
+  add("hca_h_q_128", changed);
+  changed = hca;
+  changed.h_q = 8, changed.s_q = 14, changed.s_kv = changed.topk = 20, changed.positions = Positions::kArray;
+  changed.ranges = true, changed.window = 4, changed.s_w = 14, changed.window_rows = WindowRows::kDocuments;
+  add("hca_documents", changed);
+  // Several tiles of the CPU, whose border is in the window, or in the index row.
+  const SparseMla tiles{.dtype = fp32,
+                        .s_q = 20,
+                        .h_q = 3,
+                        .d_qk = 48,
+                        .d_v = 32,
+                        .topk = 700,
+                        .indices = Indices::kInvalid,
+                        .sink = Sink::kAny,
+                        .window = 600,
+                        .s_w = 700,
+                        .window_rows = WindowRows::kExtreme};
+  add("tiles_fp32", tiles);
+  changed = tiles;
+  changed.s_kv = changed.topk = 1300, changed.indices = Indices::kAbsent, changed.ranges = true, changed.window = 100;
+  add("tiles_dense_fp32", changed);
+  changed = tiles;
+  changed.s_q = 70, changed.topk = 9, changed.window = 6, changed.window_rows = WindowRows::kLast;
+  add("many_queries_fp32", changed);
   return all;
 }
 

@@ -37,9 +37,18 @@ struct SparseMla {
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
-  bool ranges = false;        // k_start and k_end: extreme values of int32, then packed documents
-  bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
-  double planted = 0;         // if not 0: NaN or an infinity, in one element of one selected row of kv
+  bool ranges = false;      // k_start and k_end: extreme values of int32, then packed documents
+  std::int64_t window = 0;  // 0: no window_kv
+  std::int64_t s_w = 0;     // rows of window_kv
+  enum class WindowRows {
+    kLast,      // no w_start and w_end: the queries are the last rows
+    kExtreme,   // extreme values of int32, then packed documents
+    kDocuments  // packed documents
+  } window_rows = WindowRows::kLast;
+  bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects, and of window_kv that
+                              // no query sees
+  double planted = 0;         // if not 0: NaN or an infinity, in one element of a seen row of window_kv, or, without a
+                              // window, of a selected row of kv
   bool strided = false;       // gaps between the rows of every tensor, permuted dimensions, an expanded d_out
   std::int64_t gap = 3;       // size of the gaps in elements
 };
@@ -47,6 +56,8 @@ struct SparseMla {
 // Names and problems of the cases that all three operators run. The second list is for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
+// Problems with window keys, for the forward and the backward.
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_window_problems();
 // Adjacent queries whose rows share keys, do not, or share some. They must not contain NaN in keys that only an
 // adjacent query selects.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems();
@@ -73,7 +84,10 @@ struct SparseMlaInputs {
   SparseMla problem;
   Array *q = nullptr, *kv = nullptr, *indices = nullptr;
   Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr;
+  Array *window_kv = nullptr, *w_start = nullptr, *w_end = nullptr;
   [[nodiscard]] SelectionArgs selection() const;
+  [[nodiscard]] std::optional<std::int64_t> window() const;
+  [[nodiscard]] std::vector<double> keys() const;  // rows of kv, then those of window_kv
 };
 // k_start and k_end [s_q], with a stride of `stride` elements: eight queries with special ranges, then three documents,
 // in which a query sees the keys up to its own.
@@ -88,10 +102,11 @@ Array& add_array(Instance& instance, const SparseMla& problem, const char* name,
 // An optional argument: absent if there is no array.
 Tensor view_of(const Array* array);
 
-// One query in float64: its valid entries and, for every head, their scores. This and the functions below use all
+// One query in float64: the entries that it attends and, for every head, their scores. Entries of the window have the
+// number -1 and come first. Row t of window_kv has the key s_kv + t. This and the functions below use all
 // threads. One thread computes each number, so that the bits do not depend on the number of threads.
 struct QueryReference {
-  std::vector<std::int64_t> entries, keys;     // [n]
+  std::vector<std::int64_t> entries, keys;     // [n]; keys are rows of SparseMlaInputs::keys()
   std::vector<double> score, score_magnitude;  // [h_q, n], and the same sums with absolute values
   std::vector<double> max, lse;                // [h_q]; -inf and +inf if there is no valid entry
   [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(entries.size()); }
@@ -108,11 +123,12 @@ struct ForwardReference {
 };
 ForwardReference forward_reference(const SparseMlaInputs& inputs);
 
-// attn [s_q, topk] = sum_h exp(score - lse) for the given lse [s_q, h_q], not normalised.
+// attn [s_q, topk] = sum_h exp(score - lse) for the given lse [s_q, h_q], not normalised. If `with_sink`,
+// exp(score - lse') with exp(lse') = exp(lse) + exp(attn_sink).
 struct DistributionReference {
   std::vector<double> attn, magnitude;
 };
 DistributionReference distribution_reference(const SparseMlaInputs& inputs, const std::vector<QueryReference>& queries,
-                                             const std::vector<double>& lse);
+                                             const std::vector<double>& lse, bool with_sink = false);
 
 }  // namespace hopwell::cases

@@ -11,7 +11,8 @@ namespace {
 
 // Options of the call.
 struct Options {
-  bool dq = true, dkv = true, d_sink = true, attn = true;
+  bool dq = true, dkv = true, d_sink = true, attn = true, d_window_kv = true;
+  bool attn_with_sink = false;
   bool accumulate = false, deterministic = true, ascending = false, share_keys = false;
   bool merged = false;  // lse and out are merged over shards of the keys; this call has one shard
   DType dkv_dtype = DType::kFloat32;
@@ -20,8 +21,8 @@ struct Options {
 struct Arrays {
   SparseMlaInputs in;
   Options options;
-  Array *d_out = nullptr, *out = nullptr, *lse = nullptr;                   // inputs
-  Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *attn = nullptr;  // outputs
+  Array *d_out = nullptr, *out = nullptr, *lse = nullptr;                                           // inputs
+  Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *d_window_kv = nullptr, *attn = nullptr;  // outputs
 };
 
 // Sums and the same sums of absolute values.
@@ -45,12 +46,12 @@ class Reference {
       : a_(a),
         p_(a.in.problem),
         q_(values_of(*a.in.q)),
-        kv_(values_of(*a.in.kv)),
+        kv_(a.in.keys()),
         d_out_(values_of(*a.d_out)),
         out_(values_of(*a.out)),
         queries(query_references(a.in)),
         dq(p_.s_q * p_.h_q * p_.d_qk),
-        dkv(p_.s_kv * p_.d_qk),
+        dkv(std::ssize(kv_)),
         d_sink(p_.h_q) {
     for (const QueryReference& query : queries) {
       first_.push_back(entries_.size());
@@ -124,23 +125,32 @@ class Reference {
 
  public:
   const std::vector<QueryReference> queries;
-  Gradient dq, dkv, d_sink;
+  Gradient dq, dkv, d_sink;  // dkv: of kv's rows, then of window_kv's
 };
 
 void set_expected(Instance& instance, const Arrays& a) {
   Reference reference(a);
-  if (a.options.accumulate) {
-    const std::vector<double> before = values_of(*a.dkv);
-    add(reference.dkv, 0, 1, 1, before, 0, a.dkv->size());
+  const std::int64_t of_kv = a.in.kv->size();
+  for (const auto& [array, first] : {std::pair{a.dkv, std::int64_t{0}}, std::pair{a.d_window_kv, of_kv}})
+    if (a.options.accumulate && array != nullptr) add(reference.dkv, first, 1, 1, values_of(*array), 0, array->size());
+  Gradient d_window_kv(std::ssize(reference.dkv.value) - of_kv);
+  for (auto [all, rest] : {std::pair{&reference.dkv.value, &d_window_kv.value},
+                           std::pair{&reference.dkv.magnitude, &d_window_kv.magnitude}}) {
+    std::copy(all->begin() + of_kv, all->end(), rest->begin());
+    all->resize(static_cast<std::size_t>(of_kv));
   }
   for (Output& output : instance.outputs) {
     if (output.array == a.attn) {
-      DistributionReference attn = distribution_reference(a.in, reference.queries, values_of(*a.lse));
+      DistributionReference attn =
+          distribution_reference(a.in, reference.queries, values_of(*a.lse), a.options.attn_with_sink);
       output.expected = std::move(attn.attn);
       output.magnitude = std::move(attn.magnitude);
       continue;
     }
-    Gradient& gradient = output.array == a.dq ? reference.dq : output.array == a.dkv ? reference.dkv : reference.d_sink;
+    Gradient& gradient = output.array == a.dq            ? reference.dq
+                         : output.array == a.dkv         ? reference.dkv
+                         : output.array == a.d_window_kv ? d_window_kv
+                                                         : reference.d_sink;
     output.expected.swap(gradient.value);
     output.magnitude.swap(gradient.magnitude);
   }
@@ -163,9 +173,15 @@ void call(const Arrays& a, Workspace& workspace, const char* backend, Stream str
                                              .accumulate = a.options.accumulate,
                                              .indices_ascending = a.options.ascending,
                                              .share_keys = a.options.share_keys,
+                                             .window_kv = view_of(a.in.window_kv),
+                                             .window = a.in.window(),
+                                             .w_start = view_of(a.in.w_start),
+                                             .w_end = view_of(a.in.w_end),
+                                             .attn_with_sink = a.options.attn_with_sink,
                                              .dq = view_of(a.dq),
                                              .dkv = view_of(a.dkv),
                                              .d_sink = view_of(a.d_sink),
+                                             .d_window_kv = view_of(a.d_window_kv),
                                              .attn = view_of(a.attn),
                                              .backend = backend},
                                             stream);
@@ -213,6 +229,10 @@ Instance make(Random& random, const SparseMla& p, const Options& options, bool t
     a.dkv = &add_array(instance, p, "dkv", options.dkv_dtype, {p.s_kv, 1, p.d_qk}).fill_normal(random);
     instance.expect(*a.dkv, gradient).accumulates = options.accumulate;
   }
+  if (options.d_window_kv && a.in.window_kv != nullptr) {
+    a.d_window_kv = &add_array(instance, p, "d_window_kv", options.dkv_dtype, {p.s_w, 1, p.d_qk}).fill_normal(random);
+    instance.expect(*a.d_window_kv, gradient).accumulates = options.accumulate;
+  }
   if (options.d_sink && a.in.attn_sink != nullptr) {
     instance.expect(*(a.d_sink = &instance.add({"d_sink", DType::kFloat32, {p.h_q}})), gradient);
   }
@@ -224,8 +244,8 @@ Instance make(Random& random, const SparseMla& p, const Options& options, bool t
     call(a, workspace, backend, stream);
   };
   add_cost(instance, a.in,
-           (options.dq || options.dkv ? p.d_qk + p.d_v : p.d_qk) + (options.dq ? p.d_qk : 0) +
-               (options.dkv ? p.d_qk + p.d_v : 0));
+           (options.dq || a.dkv != nullptr || a.d_window_kv != nullptr ? p.d_qk + p.d_v : p.d_qk) +
+               (options.dq ? p.d_qk : 0) + (a.dkv != nullptr || a.d_window_kv != nullptr ? p.d_qk + p.d_v : 0));
   return instance;
 }
 
@@ -299,6 +319,42 @@ Suite sparse_mla_backward() {
   SparseMla ascending = wide;
   ascending.indices = SparseMla::Indices::kAscending;
   add("h_q_128_ascending_as_said", ascending, {.deterministic = false, .ascending = true});
+  for (const auto& [name, problem] : sparse_mla_window_problems())
+    add(name, problem, {.deterministic = problem.h_q != 64});
+  SparseMla window = few;
+  window.s_q = 3, window.d_qk = 512, window.topk = 20, window.window = 5, window.s_w = 9;
+  window.window_rows = SparseMla::WindowRows::kDocuments;
+  for (const std::int64_t h_q : {8, 64}) {
+    window.h_q = h_q;
+    const std::string h = h_q == 8 ? "" : "_h_q_" + std::to_string(h_q);
+    const bool deterministic = h_q == 64;
+    add("window_only_dq" + h, window,
+        {.dkv = false, .d_sink = false, .attn = false, .d_window_kv = false, .deterministic = deterministic});
+    add("window_only_dkv" + h, window,
+        {.dq = false, .d_sink = false, .attn = false, .d_window_kv = false, .deterministic = deterministic});
+    add("window_only_d_window_kv" + h, window,
+        {.dq = false, .dkv = false, .d_sink = false, .attn = false, .deterministic = deterministic});
+    add("window_only_attn" + h, window,
+        {.dq = false, .dkv = false, .d_sink = false, .d_window_kv = false, .deterministic = deterministic});
+    add("window_dkv_bf16" + h, window, {.deterministic = deterministic, .dkv_dtype = DType::kBFloat16});
+    add("window_accumulate" + h, window, {.accumulate = true, .deterministic = deterministic});
+    add("window_attn_with_sink" + h, window, {.attn_with_sink = true, .deterministic = deterministic});
+    add("window_only_attn_with_sink" + h, window,
+        {.dq = false,
+         .dkv = false,
+         .d_sink = false,
+         .d_window_kv = false,
+         .attn_with_sink = true,
+         .deterministic = deterministic});
+    SparseMla without = window;
+    without.window = 0, without.sink = SparseMla::Sink::kExtreme;
+    add("attn_with_sink" + h, without, {.attn_with_sink = true, .deterministic = deterministic});
+  }
+  window.h_q = 64, window.topk = 66, window.window = 66, window.s_w = 70;
+  window.window_rows = SparseMla::WindowRows::kLast;
+  add("window_not_deterministic_h_q_64", window, {.deterministic = false});
+  window.h_q = 128;
+  add("window_not_deterministic_h_q_128", window, {.deterministic = false});
   for (const auto& [name, problem] : sparse_mla_group_problems())
     choose_backends_of_groups(
         add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true}), problem);

@@ -16,7 +16,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
   Array& out = add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
   Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
-  const double size = options.timed ? 1 : rms(values_of(*in.kv));  // rms of V
+  const double size = options.timed ? 1 : rms(in.keys());  // rms of V
   instance.expect(out, p.dtype == DType::kFloat32
                            ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
                            : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
@@ -41,6 +41,10 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
                                               .attn_sink = view_of(in.attn_sink),
                                               .selection = in.selection(),
                                               .share_keys = options.share_keys,
+                                              .window_kv = view_of(in.window_kv),
+                                              .window = in.window(),
+                                              .w_start = view_of(in.w_start),
+                                              .w_end = view_of(in.w_end),
                                               .out = out.view(),
                                               .max_logits = max_logits.view(),
                                               .lse = lse.view(),
@@ -83,7 +87,8 @@ Suite sparse_mla_forward() {
   const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options = {}) -> Case& {
     return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, options); });
   };
-  for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem);
+  for (const auto& problems : {sparse_mla_problems(), sparse_mla_window_problems()})
+    for (const auto& [name, problem] : problems) add(name, problem);
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)
       choose_backends_of_groups(add("share_keys_" + name, problem, {.share_keys = true}), problem);

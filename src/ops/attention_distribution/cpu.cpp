@@ -29,7 +29,7 @@ class Worker {
 
   void distribute(std::int64_t s, std::int64_t tile) {
     selected_.clear();
-    const std::int64_t count = selected_.append(s, tile);
+    const std::int64_t count = selected_.append(s, tile).selected;
     if (count > 0) {
       load_heads(p_.q, s, q_.get(), p_.d_qk);
       products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);

@@ -1,5 +1,7 @@
 #include "ops/common/selected_rows.hpp"
 
+#include <numeric>
+
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::cpu {
@@ -34,32 +36,46 @@ void store_heads(const float* rows, std::int64_t row_stride, const View& x, std:
   });
 }
 
-std::int64_t SelectedRows::append(std::int64_t s, std::int64_t tile) {
-  const std::int64_t first = tile * kTileEntries, last = std::min(first + tile_, selection_.topk), width = kv_.shape[1];
-  std::int32_t* const keys = keys_.get() + count_;
-  const std::int64_t valid = selection_.valid_entries(s, first, last, keys, places_.get());
-  with_elements(kv_, [&](const auto* data) {
-    gather_rows(data, kv_.stride[0], keys, static_cast<std::size_t>(valid), static_cast<std::size_t>(width),
-                rows_.get() + count_ * width);
+void SelectedRows::gather(const View& from, std::int64_t count) {
+  const std::int64_t width = kv_.shape[1];
+  with_elements(from, [&](const auto* data) {
+    gather_rows(data, from.stride[0], keys_.get() + count_, static_cast<std::size_t>(count),
+                static_cast<std::size_t>(width), rows_.get() + count_ * width);
   });
-  count_ += valid;
-  appended_ = valid;
-  return valid;
+  count_ += count;
+}
+
+SelectedRows::Part SelectedRows::append(std::int64_t s, std::int64_t tile) {
+  appended_ = {};
+  std::int64_t window = 0;
+  if (window_) {
+    const KeyRange seen = window_.keys(s);
+    window = seen.count;
+    const std::int64_t first = tile * kTileEntries, count = std::clamp<std::int64_t>(window - first, 0, kTileEntries);
+    std::iota(keys_.get() + count_, keys_.get() + count_ + count, static_cast<std::int32_t>(seen.first + first));
+    gather(window_kv_, count);
+    appended_.of_window = count;
+  }
+  const auto [first, last] = span(tile, window);
+  appended_.selected = selection_.valid_entries(s, first, last, keys_.get() + count_, places_.get());
+  gather(kv_, appended_.selected);
+  return appended_;
 }
 
 void SelectedRows::spread(std::int64_t s, std::int64_t tile, const float* of_valid, float* row) const {
-  const std::int64_t first = tile * kTileEntries;
+  const auto [first, last] = span(tile, window_ ? window_.keys(s).count : 0);
+  const float* const of_selected = of_valid + appended_.of_window;
   if (selection_.indices == nullptr) {  // entries are the visible keys: tile 0 covers the slots of all other keys
     float* const visible = row + selection_.place(s);
     if (tile == 0) {
       std::fill(row, visible, 0.0F);
       std::fill(visible + selection_.length(s), row + selection_.topk, 0.0F);
     }
-    std::copy_n(of_valid, appended_, visible + first);
+    std::copy_n(of_selected, appended_.selected, visible + first);
     return;
   }
-  std::fill_n(row + first, std::min(kTileEntries, selection_.topk - first), 0.0F);
-  for (std::int64_t i = 0; i < appended_; ++i) row[first + places_.get()[i]] = of_valid[i];
+  std::fill(row + first, row + last, 0.0F);
+  for (std::int64_t i = 0; i < appended_.selected; ++i) row[first + places_.get()[i]] = of_selected[i];
 }
 
 }  // namespace hopwell::cpu

@@ -1,14 +1,14 @@
-// sparse_mla_forward on the CPU: processes one tile of a query's index row at a time, each with its own softmax, and
-// merges the softmaxes of a query in order (Milakov & Gimelshein 2018, arXiv:1805.02867; tile by tile: Dao et al. 2022,
+// sparse_mla_forward on the CPU: processes one tile of a query's entries at a time, window keys first, each with its own
+// softmax, and merges the softmaxes of a query in order (Milakov & Gimelshein 2018, arXiv:1805.02867; tile by tile: Dao et al. 2022,
 // arXiv:2205.14135).
 //
-//     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
-//                                      S = sm_scale (q . K^T)          [h_q, keys]
-//                                      P = exp(S - max)
-//                                      O = P . K[:, :d_v]              [h_q, d_v]
+//     for each tile of entries:   K = gather(window_kv, kv)       [keys, d_qk] fp32, valid entries only
+//                                 S = sm_scale (q . K^T)          [h_q, keys]
+//                                 P = exp(S - max)
+//                                 O = P . K[:, :d_v]              [h_q, d_v]
 //
 // If there are few queries, threads share the tiles of a query and merge them in order. Scratch per thread, in floats:
-// (h_q + tile) * d_qk + h_q * (tile + 2 d_v) with tile = min(topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
+// (h_q + tile) * d_qk + h_q * (tile + 2 d_v) with tile = min(window + topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -102,7 +102,7 @@ class Worker {
  public:
   explicit Worker(const Problem& problem)
       : p_(problem),
-        selected_(problem.selection, problem.kv),
+        selected_(problem.selection, problem.kv, problem.window, problem.window_kv),
         q_(problem.h_q * problem.d_qk),
         score_stride_(selected_.tile_entries()),
         scores_(problem.h_q * score_stride_) {}
@@ -110,7 +110,7 @@ class Worker {
   void attend(std::int64_t s, std::int64_t tile, PartialSoftmax& softmax) {
     softmax.clear();
     selected_.clear();
-    const std::int64_t count = selected_.append(s, tile);
+    const std::int64_t count = selected_.append(s, tile).count();
     if (count == 0) return;
     load_heads(p_.q, s, q_.get(), p_.d_qk);
     products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
@@ -152,7 +152,7 @@ void store(const Problem& p, std::int64_t s, PartialSoftmax& softmax) {
 void launch(const Problem& p, Stream) {
   constexpr std::int64_t kEnoughItems = 16;
   if (p.s_q == 0) return;
-  const std::int64_t tiles = SelectedRows::tiles(p.topk);
+  const std::int64_t tiles = SelectedRows::tiles(SelectedRows::entries(p.topk, p.window));
   struct State {
     Worker worker;
     PartialSoftmax tile, query;
