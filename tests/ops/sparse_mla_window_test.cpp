@@ -139,8 +139,7 @@ class Problem {
     r.dkv.assign(static_cast<std::size_t>(o.s_kv * o.d_qk), before);
     r.d_window_kv.assign(static_cast<std::size_t>(o.s_w * o.d_qk), before);
     r.dkv16.resize(r.dkv.size()), r.d_window_kv16.resize(r.d_window_kv.size());
-    if (o.dkv)
-      a.dkv = o.bf16 ? Tensor(r.dkv16.data(), {o.s_kv, o.d_qk}) : Tensor(r.dkv.data(), {o.s_kv, o.d_qk});
+    if (o.dkv) a.dkv = o.bf16 ? Tensor(r.dkv16.data(), {o.s_kv, o.d_qk}) : Tensor(r.dkv.data(), {o.s_kv, o.d_qk});
     if (o.d_window_kv)
       a.d_window_kv =
           o.bf16 ? Tensor(r.d_window_kv16.data(), {o.s_w, o.d_qk}) : Tensor(r.d_window_kv.data(), {o.s_w, o.d_qk});

@@ -55,7 +55,7 @@ struct WindowParams : Params {
   using Entries = tile::WindowEntries;
 
   Window window;
-  const bf16* window_kv;  // [s_w, d_qk]
+  int64_t window_offset;  // of the row that key number 0 would have in window_kv, from kv; in elements
   int window_stride;      // elements
   int most_entries;       // of a query: window keys and topk
 };
@@ -88,13 +88,13 @@ HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const
   return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
 }
 
-// The row of a key; row 0 of kv if the key is negative.
-HOPWELL_DEVICE const bf16* row_of_key(const Params& p, int key) {
-  return p.kv + (key < 0 ? 0 : int64_t{key} * p.kv_stride_s);
-}
-HOPWELL_DEVICE const bf16* row_of_key(const WindowParams& p, int key) {
-  const int row = key - p.selection.s_kv;
-  return row >= 0 ? p.window_kv + int64_t{row} * p.window_stride : row_of_key(static_cast<const Params&>(p), key);
+// Offset of a key's row from kv, in elements; 0 if the key is negative. Not a pointer: nvcc then folds the offsets of the
+// columns into the instructions.
+HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return key < 0 ? 0 : int64_t{key} * p.kv_stride_s; }
+HOPWELL_DEVICE int64_t row_offset(const WindowParams& p, int key) {
+  const bool of_window = key >= p.selection.s_kv;
+  const int64_t of_key = key < 0 ? 0 : int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
+  return of_window ? p.window_offset + of_key : of_key;
 }
 
 inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& plan, void* workspace) {
@@ -177,8 +177,12 @@ inline Params params_of(Params p, const Problem& problem, const Plan& plan, void
 inline WindowParams window_params_of(const Problem& problem) {
   WindowParams p{};
   p.window = problem.window;
-  p.window_kv = problem.window_kv.as<const bf16>();
+  const auto address = [](const View& view) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view.data));
+  };
   p.window_stride = static_cast<int>(problem.window_kv.stride[0]);
+  p.window_offset =
+      (address(problem.window_kv) - address(problem.kv)) / std::int64_t{sizeof(bf16)} - problem.s_kv * p.window_stride;
   p.most_entries = static_cast<int>(problem.topk + problem.window.most_keys());
   return p;
 }

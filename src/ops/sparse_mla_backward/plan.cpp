@@ -91,8 +91,7 @@ void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool as
 //     deterministic   in order, always: dq of a query must not depend on the other queries, the outputs or the device
 //     otherwise       in order if the sums do not fit in L2 and many queries add to them
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool pays =
-      needs_sums(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
+  const bool pays = needs_sums(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
   const bool for_speed =
       needs_sums(p) && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
   const bool for_bits = p.deterministic && (p.dq || needs_sums(p)) && p.topk > 0;
@@ -257,8 +256,7 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
   const auto far = [](const View& rows) {
     return rows && rows.shape[0] > 1 && (rows.stride[0] >= kLimit || rows.stride[0] <= -kLimit);
   };
-  if (far(p.kv) || most_entries(p) >= kLimit - 64)
-    return Unsupported{"needs topk and the row stride of kv below 2^31"};
+  if (far(p.kv) || most_entries(p) >= kLimit - 64) return Unsupported{"needs topk and the row stride of kv below 2^31"};
   if (far(p.window_kv)) return Unsupported{"needs the row stride of window_kv below 2^31"};
   if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Unsupported{"needs s_q times blocks of 32 heads below 2^31"};
   return {};
@@ -276,8 +274,7 @@ runtime::PlanOr<Plan> plan_on(const char* backend, const Problem& p, const MainK
     return std::string();
   };
   std::string reason;
-  if (plan.distribution)
-    reason = plan_distribution(distribution_problem(p, plan, nullptr), plan.distribution_call);
+  if (plan.distribution) reason = plan_distribution(distribution_problem(p, plan, nullptr), plan.distribution_call);
   if (plan.window_distribution && reason.empty())
     reason = plan_distribution(window_distribution_problem(p, plan, nullptr), plan.window_distribution_call);
   if (!reason.empty()) return Unsupported{reason};

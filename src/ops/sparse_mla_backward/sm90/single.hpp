@@ -92,7 +92,7 @@ HOPWELL_DEVICE void copy_panels(const P& p, SharedStorage<kDqk>& s, const int (&
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = row_of_key(p, keys[m]) + 8 * chunk;
+    const bf16* source = p.kv + row_offset(p, keys[m]) + 8 * chunk;
     const uint32_t target = arch::shared_address(s.keys) + tile::swizzled(t / 8 + 16 * m, chunk);
     HOPWELL_UNROLL
     for (int panel = kFirst; panel < kFirst + kCount; ++panel)
@@ -102,8 +102,8 @@ HOPWELL_DEVICE void copy_panels(const P& p, SharedStorage<kDqk>& s, const int (&
 
 // Copies the panels of half of the columns. Half 0 publishes the keys for the additions.
 template <int kDqk, int kHalf, class P>
-HOPWELL_DEVICE void gather(const P& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
-                           int step, int t) {
+HOPWELL_DEVICE void gather(const P& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy, int step,
+                           int t) {
   if constexpr (kHalf == 0) {
     publish_keys(s.key, keys, step, t);
     const bool lacks_key = arch::ballot((keys[0] | keys[1] | keys[2] | keys[3]) < 0) != 0;
