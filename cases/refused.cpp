@@ -241,8 +241,6 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_backward",
        "sm80",
        {
-           {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
-           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
@@ -254,8 +252,6 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_backward",
        "sm90",
        {
-           {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
-           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
@@ -268,7 +264,6 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"needs a call without window_kv", WINDOW_CASES " " MORE_WINDOW_CASES},
-           {"needs a call without attn_with_sink", "attn_with_sink attn_with_sink_h_q_64"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "

@@ -7,19 +7,23 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-template <int kKeys>
-HOPWELL_DEVICE tile::Pace pace_of(const Params& p, int ctas) {
-  return {p.progress, p.wave, p.pace_slack, ctas, (p.selection.topk + kKeys - 1) / kKeys};
+// Entries of the longest list.
+HOPWELL_DEVICE int most_entries(const Params& p) { return p.selection.topk; }
+HOPWELL_DEVICE int most_entries(const WindowParams& p) { return p.most_entries; }
+
+template <int kKeys, class P>
+HOPWELL_DEVICE tile::Pace pace_of(const P& p, int ctas) {
+  return {p.progress, p.wave, p.pace_slack, ctas, (most_entries(p) + kKeys - 1) / kKeys};
 }
 
 // Called before a step, by a warpgroup. ctas: the first CTAs of the grid, which have whole tiles.
-template <int kKeys>
-HOPWELL_DEVICE void keep_pace(const Params& p, int ctas, uint32_t& seen, int step) {
+template <int kKeys, class P>
+HOPWELL_DEVICE void keep_pace(const P& p, int ctas, uint32_t& seen, int step) {
   pace_of<kKeys>(p, ctas).keep(arch::block_index(), seen, step);
 }
 
-template <int kKeys>
-HOPWELL_DEVICE void count_missing_steps(const Params& p, bool paced, int steps, int t) {
+template <int kKeys, class P>
+HOPWELL_DEVICE void count_missing_steps(const P& p, bool paced, int steps, int t) {
   if (paced && t == 0) pace_of<kKeys>(p, 0).count_missing(steps);
 }
 

@@ -1,11 +1,14 @@
 // sparse_mla_backward on GPUs: parameters of the main kernels of every backend.
 #pragma once
 
+#include <type_traits>
+
 #include "arch/sm80/convert.hpp"
 #include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_backward/plan.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/order_rows.hpp"
+#include "tile/gpu/window.hpp"
 #include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -17,6 +20,8 @@ inline constexpr const char* kName = "sparse_mla_backward";
 inline constexpr int kDv = 512;  // columns of keys that are values too
 
 struct Params {
+  using Entries = tile::Entries;
+
   tile::SelectionParams selection;
   tile::MergedRows merged;  // selects this kernel's queries
   const uint8_t* holders;   // member masks of the merged rows' keys
@@ -37,16 +42,59 @@ struct Params {
   int h_q, first_head, head_blocks;        // first_head, head_blocks and the following: of a MainPass
   bool prefetches_sums;                    // prefetch_dkv_accum: to L2
   bool streams_keys;                       // kv_evict_first: rows of kv leave L2 first
+  bool attn_with_sink;                     // attn sums exp(score − lse') instead of exp(score − lse)
   int wave, pace_slack;                    // CTAs per wave, and max_lead in steps: tile/gpu/pacing.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
   float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
   float sm_scale, scale_log2;              // and sm_scale · log2(e)
 };
 
+// Parameters of the kernels for queries with window keys. Row t of window_kv has the key number s_kv + t, also in
+// dkv_accum, which has s_kv + s_w rows.
+struct WindowParams : Params {
+  using Entries = tile::WindowEntries;
+
+  Window window;
+  int64_t window_offset;  // of the row that key number 0 would have in window_kv, from kv; in elements
+  int window_stride;      // elements
+  int most_entries;       // of a query: window keys and topk
+};
+
 // The entries of a tile.
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   const Entries entries = tile::entries_of(p.selection, work.query);
   return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
+}
+HOPWELL_DEVICE tile::WindowEntries entries_of(const WindowParams& p, const WorkTile& work) {
+  const tile::WindowEntries entries = tile::entries_of(p.selection, p.window, work.query);
+  return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
+}
+
+// Whether entry i, which has this key number, is valid.
+HOPWELL_DEVICE bool counts(const Entries& entries, int /*i*/, int key) { return entries.counts(key); }
+HOPWELL_DEVICE bool counts(const tile::WindowEntries& entries, int i, int key) { return entries.counts(i, key); }
+
+// Whether entry i has a slot in attn, which has the entries of kv alone.
+HOPWELL_DEVICE bool has_slot(const Entries& /*entries*/, int /*i*/) { return true; }
+HOPWELL_DEVICE bool has_slot(const tile::WindowEntries& entries, int i) { return i >= int(entries.window.count); }
+
+// Slot of entry 0 of a tile in attn, if all entries had slots.
+HOPWELL_DEVICE int first_slot(const Params& /*p*/, const WorkTile& work, const Entries& entries) {
+  return entries.place(work.first_entry);
+}
+HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const tile::WindowEntries& entries) {
+  const Entries& selected = entries.selected;
+  const int* const row = p.selection.indices + work.query * p.selection.indices_stride;  // of the query, not of a slice
+  return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
+}
+
+// Offset of a key's row from kv, in elements; 0 if the key is negative. Not a pointer: nvcc then folds the offsets of the
+// columns into the instructions.
+HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return key < 0 ? 0 : int64_t{key} * p.kv_stride_s; }
+HOPWELL_DEVICE int64_t row_offset(const WindowParams& p, int key) {
+  const bool of_window = key >= p.selection.s_kv;
+  const int64_t of_key = key < 0 ? 0 : int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
+  return of_window ? p.window_offset + of_key : of_key;
 }
 
 inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& plan, void* workspace) {
@@ -75,6 +123,7 @@ inline Params params_of(const Problem& problem, const Plan& plan, void* workspac
   p.kv_stride_s = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
   p.heads_of_member = p.h_q;
   p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
+  p.attn_with_sink = problem.attn_with_sink;
   if (plan.paces)
     p.progress = runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), p.pace_slack = plan.pace_slack;
   if (problem.d_sink) p.sink_parts = runtime::at_offset<float>(workspace, plan.workspace.sink_parts);
@@ -122,6 +171,27 @@ inline Params params_of(Params p, const Problem& problem, const Plan& plan, void
   p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
   p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;
   return p;
+}
+
+// The further parameters of kernels for queries with window keys.
+inline WindowParams window_params_of(const Problem& problem) {
+  WindowParams p{};
+  p.window = problem.window;
+  const auto address = [](const View& view) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view.data));
+  };
+  p.window_stride = static_cast<int>(problem.window_kv.stride[0]);
+  p.window_offset =
+      (address(problem.window_kv) - address(problem.kv)) / std::int64_t{sizeof(bf16)} - problem.s_kv * p.window_stride;
+  p.most_entries = static_cast<int>(problem.topk + problem.window.most_keys());
+  return p;
+}
+template <class P>
+P further_params_of(const Problem& problem) {
+  if constexpr (std::is_same_v<P, WindowParams>)
+    return window_params_of(problem);
+  else
+    return {};
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -11,9 +11,15 @@ constexpr std::int64_t kLimit = std::int64_t{1} << 31;  // of what kernels keep 
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-DkvSums sums_of(const Problem& p, bool distribution) {
-  if (!p.dkv) return DkvSums::none;
-  if (distribution) return DkvSums::fixed_point;
+bool needs_sums(const Problem& p) { return p.dkv || p.d_window_kv; }
+
+// Entries of the longest list: window keys and the index row.
+std::int64_t most_entries(const Problem& p) { return p.topk + p.window.most_keys(); }
+
+DkvSums sums_of(const Problem& p) {
+  if (!needs_sums(p)) return DkvSums::none;
+  if (p.deterministic && p.s_q > 0 && most_entries(p) > 0) return DkvSums::fixed_point;
+  if (p.window) return DkvSums::scratch;
   const bool aligned = reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0;
   // A negative row offset marks a key without a gradient, so the row stride of dkv must not be negative.
   const bool ascending = p.dkv.stride[0] >= 0 && p.dkv.stride[0] < kLimit;
@@ -21,6 +27,7 @@ DkvSums sums_of(const Problem& p, bool distribution) {
   return output ? DkvSums::output : DkvSums::scratch;
 }
 
+// Of the rows of kv. Rows of window_kv count for little: at any time CTAs add to a few neighbours among them.
 std::int64_t sum_bytes(const Problem& p) { return p.s_kv * p.d_qk * 4; }
 
 // When a setting of plan_order pays: if dkv_accum exceeds `numerator / denominator` of L2, and if memory is busy for at
@@ -57,7 +64,8 @@ double memory_share(const Problem& p, int ctas) {
   const double s_kv = static_cast<double>(p.s_kv), topk = static_cast<double>(p.topk);
   const double keys = s_kv * (1 - std::exp(-p.device.sms / ctas * topk / s_kv));
   const double bytes = keys * static_cast<double>(p.d_qk) * (2 + 4 + 4);
-  return p.device.memory_bytes_per_ns > 0 ? bytes / p.device.memory_bytes_per_ns / (topk * kNanosecondsOfKey) : 0;
+  const double ns = static_cast<double>(most_entries(p)) * kNanosecondsOfKey;
+  return p.device.memory_bytes_per_ns > 0 ? bytes / p.device.memory_bytes_per_ns / ns : 0;
 }
 
 // A plan for no chip, which is the emulator's own profile, takes every path that the call allows, so that the cases cover
@@ -68,10 +76,10 @@ bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double memory = ascending_pays ? memory_share(p, ctas) : 0;
-  const bool can_evict = p.dkv && kernels.single_streams_keys && ctas == 1;
+  const bool can_evict = needs_sums(p) && kernels.single_streams_keys && ctas == 1;
   plan.streams_keys = can_evict && ((kEvictsKeysFirst.holds(p, memory) && !p.share_keys) || takes_every_path(p));
   const Rule& prefetches = p.share_keys ? kPrefetchesForSharedKeys : can_evict ? kPrefetchesAndEvicts : kPrefetches;
-  plan.prefetches_sums = p.dkv && (prefetches.holds(p, memory) || takes_every_path(p));
+  plan.prefetches_sums = needs_sums(p) && (prefetches.holds(p, memory) || takes_every_path(p));
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   const std::int64_t steps =
       static_cast<std::int64_t>(p.device.l2_bytes) / kPartOfL2 / std::max<std::int64_t>(step_bytes, 1);
@@ -83,15 +91,16 @@ void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool as
 //     deterministic   in order, always: dq of a query must not depend on the other queries, the outputs or the device
 //     otherwise       in order if the sums do not fit in L2 and many queries add to them
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool pays = p.dkv && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
+  const bool pays = needs_sums(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
   const bool for_speed =
-      p.dkv && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
-  const bool for_bits = p.deterministic && (p.dq || p.dkv) && p.topk > 0;
+      needs_sums(p) && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
+  const bool for_bits = p.deterministic && (p.dq || needs_sums(p)) && p.topk > 0;
   plan.ascending = p.s_q > 0 && (for_speed || for_bits);
   plan.orders_rows = plan.ascending && !p.indices_ascending;
   plan.order_clears_sums = plan.orders_rows && p.s_q >= p.device.sms;
   // The count of all steps must fit.
-  const std::int64_t steps = p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(p.topk, kernels.keys);
+  const std::int64_t steps =
+      p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(most_entries(p), kernels.keys);
   plan.paces = plan.ascending && pays && p.device.concurrent_ctas && steps < kLimit;
   plan_pace(plan, p, kernels, plan.ascending && pays);
 }
@@ -117,12 +126,12 @@ void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
 // and into how many, depends on the other queries and on the device.
 MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvSums sums) {
   constexpr std::int64_t kMostSlices = 8;
-  const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(p.topk, kernels.keys),
+  const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(most_entries(p), kernels.keys),
                      at_a_time = std::max(p.device.sms / pass.ctas, 1), rest = tiles % at_a_time;
   std::int64_t slices = 1;
-  if (rest > 0 && !p.deterministic && (sums == DkvSums::none || sums == DkvSums::output)) {
+  if (rest > 0 && !p.deterministic && (sums == DkvSums::none || sums == DkvSums::output || p.window)) {
     // What they give of dq takes no more memory than sums of dkv would that are not added to the output; or 2.4 MB.
-    const std::int64_t fit = std::max<std::int64_t>(p.s_kv, 1024) / (rest * pass.heads);
+    const std::int64_t fit = std::max<std::int64_t>(rows_of_sums(p), 1024) / (rest * pass.heads);
     slices = std::max<std::int64_t>(std::min({kMostSlices, at_a_time / rest, steps, fit}), 1);
   }
   const std::int64_t sliced = slices > 1 ? rest : 0;
@@ -150,9 +159,16 @@ void lay_out(Plan& plan, const Problem& p) {
   const auto dq_bytes = [&p](const MainPass& pass) {
     return p.dq ? 4 * p.d_qk * pass.heads * pass.slices * pass.sliced_tiles : 0;
   };
-  if (plan.sums == DkvSums::scratch || plan.sums == DkvSums::fixed_point) w.dkv = layout.reserve(sum_bytes(p));
+  const std::int64_t rows = rows_of_sums(p), window_bytes = 4 * p.s_q * p.window.most_keys();
+  if (plan.window_distribution) {
+    w.dkv = layout.reserve(std::max(4 * rows * p.d_qk, 2 * window_bytes));
+    w.window_rows = w.dkv, w.window_attn = w.dkv + static_cast<std::size_t>(window_bytes);
+  } else if (plan.sums == DkvSums::scratch || plan.sums == DkvSums::fixed_point) {
+    w.dkv = layout.reserve(4 * rows * p.d_qk);
+  }
   if (plan.sums == DkvSums::fixed_point)
-    w.scale = layout.reserve(4 * p.s_kv), w.largest = layout.reserve(4 * p.s_kv), w.count = layout.reserve(4 * p.s_kv);
+    w.scale = layout.reserve(4 * rows), w.largest = layout.reserve(4 * rows), w.count = layout.reserve(4 * rows);
+  if (plan.distribution && p.attn_with_sink) w.lse = layout.reserve(4 * p.s_q * p.h_q);
   if (p.d_sink) w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
   if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = layout.reserve(4 * p.s_q * p.topk);
   if (plan.orders_rows) w.lengths = layout.reserve(4 * p.s_q);
@@ -167,8 +183,9 @@ void lay_out(Plan& plan, const Problem& p) {
 
 Plan make_plan(const Problem& p, const MainKernels& kernels) {
   Plan plan;
-  plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (p.dkv || p.attn);
-  plan.sums = sums_of(p, plan.distribution);
+  plan.sums = sums_of(p);
+  plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (needs_sums(p) || p.attn);
+  plan.window_distribution = plan.sums == DkvSums::fixed_point && p.window.most_keys() > 0;
   plan_order(plan, p, kernels);
   plan_heads(plan, p, kernels);
   plan_groups(plan, p, kernels);
@@ -177,24 +194,47 @@ Plan make_plan(const Problem& p, const MainKernels& kernels) {
   return plan;
 }
 
+namespace {
+
+// fp32 [rows, columns] at an offset of the workspace.
+View matrix_at(void* workspace, std::size_t offset, std::int64_t rows, std::int64_t columns) {
+  View view;
+  view.data = runtime::at_offset<float>(workspace, offset);
+  view.dtype = DType::kFloat32, view.ndim = 2, view.present = true;
+  view.shape = {rows, columns}, view.stride = {columns, 1};
+  return view;
+}
+
+}  // namespace
+
 attention_distribution::Problem distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
   attention_distribution::Problem d;
   d.q = p.q, d.kv = p.kv, d.lse = p.lse, d.attn = p.attn;
-  if (!p.attn) {
-    d.attn.data = runtime::at_offset<float>(workspace, plan.workspace.rows);
-    d.attn.dtype = DType::kFloat32, d.attn.ndim = 2, d.attn.present = true;
-    d.attn.shape = {p.s_q, p.topk}, d.attn.stride = {p.topk, 1};
-  }
+  if (p.attn_with_sink) d.lse = matrix_at(workspace, plan.workspace.lse, p.s_q, p.h_q);
+  if (!p.attn) d.attn = matrix_at(workspace, plan.workspace.rows, p.s_q, p.topk);
   d.selection = p.selection, d.sm_scale = p.sm_scale;
   d.s_q = p.s_q, d.s_kv = p.s_kv, d.h_q = p.h_q, d.d_qk = p.d_qk, d.topk = p.topk;
   d.device = p.device;
   return d;
 }
 
+attention_distribution::Problem window_distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
+  attention_distribution::Problem d;
+  const std::int64_t most = p.window.most_keys();
+  d.q = p.q, d.kv = p.window_kv, d.lse = p.lse;
+  d.attn = matrix_at(workspace, plan.workspace.window_attn, p.s_q, most);
+  // A plan, which is made without a workspace, only asks whether there are indices.
+  d.selection.indices = given_indices(runtime::at_offset<const std::int32_t>(workspace, plan.workspace.window_rows));
+  d.selection.indices_stride = most;
+  d.selection.s_q = p.s_q, d.selection.s_kv = p.window.s_w, d.selection.topk = most;
+  d.sm_scale = p.sm_scale, d.indices_ascending = true;
+  d.s_q = p.s_q, d.s_kv = p.window.s_w, d.h_q = p.h_q, d.d_qk = p.d_qk, d.topk = most;
+  d.device = p.device;
+  return d;
+}
+
 std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& plan) {
   using runtime::Unsupported;
-  if (p.window) return Unsupported{"needs a call without window_kv"};
-  if (p.attn_with_sink) return Unsupported{"needs a call without attn_with_sink"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};
@@ -205,27 +245,39 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
   };
   if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
     return Unsupported{"needs rows of q, kv, out, d_out and dq 16-byte aligned"};
+  if (!aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
   // Kernels count what they add to in units of four fp32, or of two fixed-point sums.
   const std::int64_t row_units = plan.sums == DkvSums::none          ? 0
                                  : plan.sums == DkvSums::fixed_point ? p.d_qk / 2
                                  : plan.sums == DkvSums::output      ? p.dkv.stride[0] / 4
                                                                      : p.d_qk / 4;
-  if (p.s_kv * row_units >= kLimit)
+  if (rows_of_sums(p) * row_units >= kLimit)
     return Unsupported{"needs dkv with fewer than 2^33 elements, 2^32 if deterministic"};
-  if ((p.s_kv > 1 && (p.kv.stride[0] >= kLimit || p.kv.stride[0] <= -kLimit)) || p.topk >= kLimit - 64)
-    return Unsupported{"needs topk and the row stride of kv below 2^31"};
+  const auto far = [](const View& rows) {
+    return rows && rows.shape[0] > 1 && (rows.stride[0] >= kLimit || rows.stride[0] <= -kLimit);
+  };
+  if (far(p.kv) || most_entries(p) >= kLimit - 64) return Unsupported{"needs topk and the row stride of kv below 2^31"};
+  if (far(p.window_kv)) return Unsupported{"needs the row stride of window_kv below 2^31"};
   if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Unsupported{"needs s_q times blocks of 32 heads below 2^31"};
   return {};
 }
 
 runtime::PlanOr<Plan> plan_on(const char* backend, const Problem& p, const MainKernels& kernels) {
+  using runtime::Unsupported;
+  if (p.window && !kernels.takes_windows) return Unsupported{"needs a call without window_kv"};
   Plan plan = make_plan(p, kernels);
   if (auto reason = unsupported(p, plan)) return *std::move(reason);
-  if (!plan.distribution) return plan;
-  auto planned = runtime::plan_on(backend, distribution_problem(p, plan, nullptr));
-  if (auto* unsupported = std::get_if<runtime::Unsupported>(&planned))
-    return runtime::Unsupported{"attention_distribution: " + unsupported->reason};
-  plan.distribution_call = std::get<0>(std::move(planned));
+  const auto plan_distribution = [&](const attention_distribution::Problem& d, auto& call) {
+    auto planned = runtime::plan_on(backend, d);
+    if (auto* unsupported = std::get_if<Unsupported>(&planned)) return "attention_distribution: " + unsupported->reason;
+    call = std::get<0>(std::move(planned));
+    return std::string();
+  };
+  std::string reason;
+  if (plan.distribution) reason = plan_distribution(distribution_problem(p, plan, nullptr), plan.distribution_call);
+  if (plan.window_distribution && reason.empty())
+    reason = plan_distribution(window_distribution_problem(p, plan, nullptr), plan.window_distribution_call);
+  if (!reason.empty()) return Unsupported{reason};
   return plan;
 }
 

@@ -19,13 +19,14 @@ struct MainKernels {
   bool deterministic_pairs = false;  // deterministic calls use pairs; otherwise the single kernel takes all heads
   bool merges_rows = false;          // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
   bool single_streams_keys = false;  // the single kernel can let rows of kv leave L2 first
+  bool takes_windows = false;        // there are kernels for queries with window keys
 };
 
 // Where the main kernels add to dkv.
 enum class DkvSums {
   none,        // there is no dkv
   output,      // to the output itself, whose columns are put in order afterwards
-  scratch,     // to fp32 in the workspace
+  scratch,     // to fp32 in the workspace; with window keys always, unless deterministic
   fixed_point  // to integers in the workspace: a deterministic call
 };
 
@@ -60,7 +61,10 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int hea
 // Offsets in bytes of what lies in the workspace.
 struct Workspace {
   std::size_t dkv = 0;                             // sums, if not in the output: 4 bytes an element
-  std::size_t scale = 0, largest = 0, count = 0;   // [s_kv]: the bounds of fixed-point sums
+  std::size_t scale = 0, largest = 0, count = 0;   // [rows of sums]: the bounds of fixed-point sums
+  std::size_t window_rows = 0, window_attn = 0;    // [s_q, window]: rows of window_kv and their attn, where the sums
+                                                   // will be
+  std::size_t lse = 0;                             // lse' [s_q, h_q], for attn with the sink
   std::size_t sink_parts = 0;                      // [s_q, h_q]
   std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
   MergedRowsPlace merged_rows;                     // of groups
@@ -76,6 +80,8 @@ struct Plan {
   // up.
   bool distribution = false;
   std::optional<runtime::Planned<attention_distribution::Problem>> distribution_call;
+  bool window_distribution = false;  // the same over window keys, for the bounds alone
+  std::optional<runtime::Planned<attention_distribution::Problem>> window_distribution_call;
   DkvSums sums = DkvSums::none;
   bool ascending = false;          // CTAs go through keys in ascending order …
   bool orders_rows = false;        // … which the rows must be brought into
@@ -95,8 +101,13 @@ Plan make_plan(const Problem& problem, const MainKernels& kernels);
 // The reason why no backend's kernels support the problem, if there is one.
 std::optional<runtime::Unsupported> unsupported(const Problem& problem, const Plan& plan);
 
-// The attention_distribution of a deterministic call: to attn of the call, or to the workspace.
+// Rows of dkv_accum: of kv, then of window_kv.
+inline std::int64_t rows_of_sums(const Problem& p) { return p.s_kv + p.window.s_w; }
+
+// The attention_distribution of a deterministic call: to attn of the call, or to the workspace. And the one over window
+// keys.
 attention_distribution::Problem distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
+attention_distribution::Problem window_distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
 
 // The plan of a backend, or the reason why its kernels do not support the problem.
 runtime::PlanOr<Plan> plan_on(const char* backend, const Problem& problem, const MainKernels& kernels);

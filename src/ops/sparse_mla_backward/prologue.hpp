@@ -14,8 +14,8 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 // Per head, in shared memory: values for the softmax and its derivative.
 template <int kHeads>
 struct HeadValues {
-  float shift[kHeads];  // lse_log2: log2(e) lse', or log2(e) lse with attn
-  float kept[kHeads];   // sink_scale: exp(lse − lse')
+  float shift[kHeads];  // lse_log2: log2(e) lse', or log2(e) lse with attn that is without the sink
+  float kept[kHeads];   // sink_scale: exp(lse − lse'), or 1; only with attn
   float delta[kHeads];  // Σ out · d_out, times sm_scale
 };
 
@@ -23,23 +23,24 @@ struct HeadValues {
 
 // A thread's entries, every kThreads-th, in batches of kEntryBatch.
 constexpr int kEntryBatch = 6;
-template <int kThreads>
-HOPWELL_DEVICE void load_entries(int (&batch)[kEntryBatch], const Entries& entries, int first) {
+template <int kThreads, class List>
+HOPWELL_DEVICE void load_entries(int (&batch)[kEntryBatch], const List& entries, int first) {
   HOPWELL_UNROLL
   for (int i = 0; i < kEntryBatch; ++i) batch[i] = entries.at(first + i * kThreads);
 }
 
 // The last valid one among this thread's entries; the first batch is already loaded. Writes the maximum over the warp
 // to shared memory.
-template <int kWarps>
-HOPWELL_DEVICE void find_last_valid(int (&last_valid)[kWarps], int (&batch)[kEntryBatch], const Entries& entries) {
+template <int kWarps, class List>
+HOPWELL_DEVICE void find_last_valid(int (&last_valid)[kWarps], int (&batch)[kEntryBatch], const List& entries) {
   constexpr int kThreads = 32 * kWarps;
   const int warp = arch::warp_index();  // executed by all lanes: it is a shuffle
   int last = -1;
   for (int first = arch::thread_index(); first < entries.length; first += kEntryBatch * kThreads) {
     if (first >= kEntryBatch * kThreads) load_entries<kThreads>(batch, entries, first);
     HOPWELL_UNROLL
-    for (int i = 0; i < kEntryBatch; ++i) last = entries.counts(batch[i]) ? first + i * kThreads : last;
+    for (int i = 0; i < kEntryBatch; ++i)
+      last = counts(entries, first + i * kThreads, batch[i]) ? first + i * kThreads : last;
   }
   last = tile::max_of_warp(last);
   if (arch::lane_index() == 0) last_valid[warp] = last;
@@ -106,8 +107,8 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
     if (given_lse == INFINITY) delta = 0;
     if (sink != -INFINITY && given_lse != INFINITY) {
       const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
-      if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
-      kept = 1 / (1 + arch::exp2_approx(sink - lse));
+      if (!kAttn || p.attn_with_sink) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
+      if (!kAttn || !p.attn_with_sink) kept = 1 / (1 + arch::exp2_approx(sink - lse));
       taken = given_sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
     }
     if (p.sink_parts && row < heads && work.first_entry == 0)

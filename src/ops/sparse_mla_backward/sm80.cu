@@ -20,21 +20,28 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
   const bool large = takes_large_tiles(problem);
   return plan_on(runtime::kBackend, problem,
                  {.keys = large ? LargeTile<576>::kKeys : SmallTile<576>::kKeys,
-                  .single_heads = large ? LargeTile<576>::kHeads : SmallTile<576>::kHeads});
+                  .single_heads = large ? LargeTile<576>::kHeads : SmallTile<576>::kHeads,
+                  .takes_windows = true});
 }
 
-template <int kDqk>
+template <int kDqk, class P>
 void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (takes_large_tiles(problem))
-    launch_tile<LargeTile<kDqk>>(problem, plan, workspace, stream);
+    launch_tile<LargeTile<kDqk>, P>(problem, plan, workspace, stream);
   else
-    launch_tile<SmallTile<kDqk>>(problem, plan, workspace, stream);
+    launch_tile<SmallTile<kDqk>, P>(problem, plan, workspace, stream);
+}
+
+template <class P>
+void launch_with(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  problem.d_qk == 576 ? launch_with_width<576, P>(problem, plan, workspace, stream)
+                      : launch_with_width<512, P>(problem, plan, workspace, stream);
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   run_call(problem, plan, workspace, stream, [&] {
-    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, workspace, stream)
-                        : launch_with_width<512>(problem, plan, workspace, stream);
+    problem.window ? launch_with<WindowParams>(problem, plan, workspace, stream)
+                   : launch_with<Params>(problem, plan, workspace, stream);
   });
 }
 

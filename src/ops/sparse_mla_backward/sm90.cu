@@ -16,16 +16,22 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
                   .pair_heads = PairConfig::kHeads,
                   .deterministic_pairs = false,
                   .merges_rows = true,
-                  .single_streams_keys = true});
+                  .single_streams_keys = true,
+                  .takes_windows = true});
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups,
                                            merge_params_of(problem, plan, workspace), stream);
   run_call(problem, plan, workspace, stream, [&] {
-    launch_groups(problem, plan, workspace, stream);
-    launch_pairs(problem, plan, workspace, stream);
-    launch_singles(problem, plan, workspace, stream);
+    if (problem.window) {
+      launch_pairs<WindowParams>(problem, plan, workspace, stream);
+      launch_singles<WindowParams>(problem, plan, workspace, stream);
+    } else {
+      launch_groups(problem, plan, workspace, stream);
+      launch_pairs<Params>(problem, plan, workspace, stream);
+      launch_singles<Params>(problem, plan, workspace, stream);
+    }
   });
 }
 

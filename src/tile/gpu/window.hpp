@@ -30,6 +30,19 @@ struct WindowEntries {
     const int key = at(i);
     return counts(i, key) ? key : -1;
   }
+  /// Entries first … first + size − 1 of the list.
+  HOPWELL_DEVICE WindowEntries slice(int first, int size) const {
+    const int of_window = int(window.count), skipped = first < of_window ? first : of_window;
+    const int window_left = of_window - skipped, from_window = window_left < size ? window_left : size;
+    const int begin = first - skipped, left = selected.length - begin;  // of `selected`
+    int count = left < size - from_window ? left : size - from_window;
+    count = count < 0 ? 0 : count;
+    const KeyRange visible =
+        selected.given ? selected.visible : KeyRange{selected.visible.first + uint32_t(begin), uint32_t(count)};
+    return {{selected.row + begin, count, visible, selected.given},
+            {window.first + uint32_t(skipped), uint32_t(from_window)},
+            from_window + count};
+  }
 };
 
 HOPWELL_DEVICE WindowEntries entries_of(const SelectionParams& p, const Window& window, int64_t query) {

@@ -25,7 +25,8 @@ inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan, void* w
   if (plan.sums == DkvSums::none) return {};
   if (plan.sums == DkvSums::output)
     return {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
-  return {runtime::at_offset<uint32_t>(workspace, plan.workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
+  return {runtime::at_offset<uint32_t>(workspace, plan.workspace.dkv), rows_of_sums(problem), problem.d_qk,
+          problem.d_qk};
 }
 inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
   if (!problem.attn || plan.distribution) return {};

@@ -1,4 +1,5 @@
-// sparse_mla_backward on GPUs, postprocess: converts dkv_accum to the output, with its columns in order.
+// sparse_mla_backward on GPUs, postprocess: converts dkv_accum to the outputs, dkv and d_window_kv, with their columns in
+// order.
 //
 //     order_dkv_columns   dkv_accum is the output itself
 //     finish_fp32_dkv     fp32 sums in the workspace: to the dtype and strides of the output; with `accumulate` added
@@ -11,6 +12,7 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
+// For one of the outputs: s_kv and dkv are d_window_kv's, too.
 struct FinishParams {
   const float* sums;  // [s_kv, d_qk], columns at sum_position
   float* dkv;         // [s_kv, d_qk], or null
@@ -77,16 +79,19 @@ __global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_co
     }
 }
 
-inline void finish_dkv(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (plan.sums == DkvSums::none || problem.s_kv == 0) return;
-  const arch::LaunchShape shape = shape_over_rows(problem.s_kv, problem.device);
+// Writes one output from the rows of dkv_accum from `first` on.
+inline void finish_rows(const Problem& problem, const Plan& plan, void* workspace, const View& output,
+                        std::int64_t first, Stream stream) {
+  const std::int64_t rows = output.shape[0];
+  if (!output || rows == 0) return;
+  const arch::LaunchShape shape = shape_over_rows(rows, problem.device);
   const int d_qk = static_cast<int>(problem.d_qk);
-  const bool fp32 = problem.dkv.dtype == DType::kFloat32;
-  const FinishParams p{runtime::at_offset<float>(workspace, plan.workspace.dkv),
-                       fp32 ? problem.dkv.as<float>() : nullptr,
-                       fp32 ? nullptr : problem.dkv.as<bf16>(),
-                       problem.dkv.stride[0],
-                       problem.s_kv,
+  const bool fp32 = output.dtype == DType::kFloat32;
+  const FinishParams p{runtime::at_offset<float>(workspace, plan.workspace.dkv) + first * d_qk,
+                       fp32 ? output.as<float>() : nullptr,
+                       fp32 ? nullptr : output.as<bf16>(),
+                       output.stride[0],
+                       rows,
                        d_qk,
                        problem.accumulate};
   if (plan.sums == DkvSums::output)
@@ -95,10 +100,15 @@ inline void finish_dkv(const Problem& problem, const Plan& plan, void* workspace
     runtime::launch(kName, finish_fp32_dkv, shape, stream, p);
   else
     runtime::launch(kName, finish_fixed_dkv, shape, stream,
-                    FinishFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv),
-                                      runtime::at_offset<float>(workspace, plan.workspace.scale),
-                                      runtime::at_offset<uint32_t>(workspace, plan.workspace.count),
+                    FinishFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv) + first * (d_qk / 2),
+                                      runtime::at_offset<float>(workspace, plan.workspace.scale) + first,
+                                      runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first,
                                       static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
+}
+
+inline void finish_dkv(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  finish_rows(problem, plan, workspace, problem.dkv, 0, stream);
+  finish_rows(problem, plan, workspace, problem.d_window_kv, problem.s_kv, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -11,6 +11,9 @@
 //     measure_keys    ‖v_k‖
 //     bound_entries   c[s,k] of every entry, to the bounds of its row
 //     choose_units    2^e
+//
+// Rows of window_kv are bounded in the same way. list_window_rows writes an index row of window keys for each query, from
+// which attention_distribution computes A.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -69,6 +72,7 @@ HOPWELL_DEVICE Magnitude magnitude_of_lane(const bf16* row, int width) {
   return m;
 }
 
+// For kv, or for window_kv with its own part of the bounds.
 struct BoundParams {
   tile::SelectionParams selection;
   const bf16 *q, *kv, *out, *d_out;  // [s_q, h_q, d_qk], [s_kv, d_qk], [s_q, h_q, 512] twice
@@ -140,13 +144,50 @@ __global__ void __launch_bounds__(kPassThreads) bound_entries(const __grid_const
 struct UnitParams {
   float* scale;
   tile::SumBounds bounds;
-  int64_t s_kv;
+  int64_t rows;
 };
 
 __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_constant__ UnitParams p) {
-  for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.s_kv;
+  for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.rows;
        key += int64_t{arch::grid_size()} * kPassThreads) {
     p.scale[key] = tile::paired_scale(p.bounds.bound(key), p.bounds.bound_of_one(key));
+  }
+}
+
+// ---- inputs of attention_distribution
+
+struct WindowRowsParams {
+  Window window;
+  int* rows;  // [s_q, most]: the rows that a query sees, then -1
+  int64_t s_q;
+  int most;
+};
+
+// One warp per query.
+__global__ void __launch_bounds__(kPassThreads) list_window_rows(const __grid_constant__ WindowRowsParams p) {
+  for (int64_t query = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); query < p.s_q;
+       query += int64_t{arch::grid_size()} * kPassWarps) {
+    const KeyRange rows = p.window.keys(query);
+    for (int i = arch::lane_index(); i < p.most; i += 32)
+      p.rows[query * p.most + i] = i < int(rows.count) ? int(rows.first) + i : -1;
+  }
+}
+
+struct SinkLseParams {
+  const float *lse, *sink;  // [s_q, h_q], [h_q]
+  float* with_sink;         // [s_q, h_q]: lse'
+  int64_t s_q, lse_stride_s, lse_stride_h, sink_stride;
+  int h_q;
+};
+
+__global__ void __launch_bounds__(kPassThreads) add_sink_to_lse(const __grid_constant__ SinkLseParams p) {
+  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < p.s_q * p.h_q;
+       i += int64_t{arch::grid_size()} * kPassThreads) {
+    const int64_t query = i / p.h_q, head = i % p.h_q;
+    const float lse = p.lse[query * p.lse_stride_s + head * p.lse_stride_h], sink = p.sink[head * p.sink_stride];
+    const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+    const float more = arch::log2_approx(1 + arch::exp2_approx((low - high) * tile::kLog2E)) * tile::kLn2;
+    p.with_sink[i] = lse == INFINITY || sink == -INFINITY ? lse : high + more;
   }
 }
 
@@ -154,31 +195,63 @@ __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_consta
 
 // Runs the backend's own attention_distribution, without a workspace: it keeps the order of the rows.
 inline void distribute_attention(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (plan.distribution && problem.attn_with_sink) {
+    const SinkLseParams p{problem.lse.as<const float>(),
+                          problem.attn_sink.as<const float>(),
+                          runtime::at_offset<float>(workspace, plan.workspace.lse),
+                          problem.s_q,
+                          problem.lse.stride[0],
+                          problem.lse.stride[1],
+                          problem.attn_sink.stride[0],
+                          static_cast<int>(problem.h_q)};
+    runtime::launch(kName, add_sink_to_lse, shape_over_rows(problem.s_q, problem.device), stream, p);
+  }
   if (plan.distribution)
     plan.distribution_call->launch(distribution_problem(problem, plan, workspace), nullptr, stream);
+  if (plan.window_distribution) {
+    const WindowRowsParams p{problem.window, runtime::at_offset<int>(workspace, plan.workspace.window_rows),
+                             problem.s_q, static_cast<int>(problem.window.most_keys())};
+    runtime::launch(kName, list_window_rows, shape_over_rows(problem.s_q, problem.device), stream, p);
+    plan.window_distribution_call->launch(window_distribution_problem(problem, plan, workspace), nullptr, stream);
+  }
 }
 
-inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (plan.sums != DkvSums::fixed_point || problem.s_kv == 0) return;
-  const View attn = distribution_problem(problem, plan, workspace).attn;
+// Bounds the contributions to the rows of dkv_accum from `first` on, which belong to the keys of a distribution. Without
+// entries nothing contributes.
+inline void bound_rows(const Problem& problem, const Plan& plan, void* workspace,
+                       const attention_distribution::Problem& distribution, std::int64_t first, Stream stream) {
+  if (distribution.s_kv == 0) return;
+  const View &kv = distribution.kv, &attn = distribution.attn;
   BoundParams p{};
-  p.selection = tile::params_of(problem.selection);
-  p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
+  p.selection = tile::params_of(distribution.selection);
+  p.q = problem.q.as<const bf16>(), p.kv = kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
   p.lse = problem.lse.as<const float>(), p.attn = attn.as<const float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = problem.kv.stride[0];
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = kv.stride[0];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.stride[0];
-  p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale);
-  p.bounds = {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
-              runtime::at_offset<uint32_t>(workspace, plan.workspace.count)};
+  p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale) + first;
+  p.bounds = {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest) + first,
+              runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first};
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
-  const arch::LaunchShape over_keys = shape_over_rows(problem.s_kv, problem.device);
-  runtime::launch(kName, measure_keys, over_keys, stream, p);
+  runtime::launch(kName, measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream, p);
+  if (distribution.topk == 0) return;
   runtime::launch(kName, bound_entries, shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])),
                   stream, p);
-  runtime::launch(kName, choose_units, over_keys, stream, UnitParams{p.scale, p.bounds, problem.s_kv});
+}
+
+inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  const std::int64_t rows = rows_of_sums(problem);
+  if (plan.sums != DkvSums::fixed_point || rows == 0) return;
+  bound_rows(problem, plan, workspace, distribution_problem(problem, plan, workspace), 0, stream);
+  if (problem.window)
+    bound_rows(problem, plan, workspace, window_distribution_problem(problem, plan, workspace), problem.s_kv, stream);
+  const UnitParams p{runtime::at_offset<float>(workspace, plan.workspace.scale),
+                     {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
+                      runtime::at_offset<uint32_t>(workspace, plan.workspace.count)},
+                     rows};
+  runtime::launch(kName, choose_units, shape_over_rows(rows, problem.device), stream, p);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

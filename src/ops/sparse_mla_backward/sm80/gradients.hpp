@@ -86,17 +86,17 @@ template <class T>
 constexpr int kCopiersOfKey = T::kThreads / T::kKeys;
 
 // The key of this thread's row.
-template <class T>
-HOPWELL_DEVICE int load_key(const Entries& entries, int step) {
+template <class T, class List>
+HOPWELL_DEVICE int load_key(const List& entries, int step) {
   return entries.key(step * T::kKeys + arch::thread_index() / kCopiersOfKey<T>);
 }
 
 // Starts the copies of a step's keys, and publishes the keys for the additions.
-template <class T>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<T>& s, int key, int step) {
+template <class T, class P>
+HOPWELL_DEVICE void gather(const P& p, SharedStorage<T>& s, int key, int step) {
   const int row = arch::thread_index() / kCopiersOfKey<T>, first = arch::thread_index() % kCopiersOfKey<T>;
   if (first == 0) s.key[step % 2][row] = key;
-  const bf16* source = p.kv + (key < 0 ? 0 : int64_t{key} * p.kv_stride_s);
+  const bf16* source = p.kv + row_offset(p, key);
   HOPWELL_UNROLL
   for (int chunk = first; chunk < T::kDqk / 8; chunk += kCopiersOfKey<T>)
     arch::cp_async(arch::shared_address(&s.keys[chunk / 8]) + tile::swizzled(row, chunk % 8), source + 8 * chunk,
@@ -233,15 +233,15 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<T>& s, const ScoreTile<
 
 // Adds the sums of the head groups to attn, which holds 0 or the sum of other heads. In the order of the selection,
 // sorted or not: restore_attn_order moves sums to their entries.
-template <class T>
-HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const WorkTile& work, const Entries& entries,
-                             int step) {
-  const int t = arch::thread_index();
-  if (t >= T::kKeys || s.key[step % 2][t] < 0) return;
+template <class T, class P>
+HOPWELL_DEVICE void add_attn(const P& p, const SharedStorage<T>& s, const WorkTile& work,
+                             const typename P::Entries& entries, int step) {
+  const int t = arch::thread_index(), entry = step * T::kKeys + t;
+  if (t >= T::kKeys || s.key[step % 2][t] < 0 || !has_slot(entries, entry)) return;
   float sum = 0;
   HOPWELL_UNROLL
   for (int group = 0; group < T::kHeadGroups; ++group) sum += s.head_sums[group][t];
-  arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + step * T::kKeys + t, sum);
+  arch::red_add(p.attn + work.query * p.attn_stride + first_slot(p, work, entries) + entry, sum);
 }
 
 // ---- dQ
@@ -375,9 +375,9 @@ HOPWELL_DEVICE void add_gradients(const Params& p, const SharedStorage<T>& s, in
 // ---- the kernel
 
 // Loads Q, dO and the first keys, and computes the heads' values. Returns the entries up to the last valid one.
-template <class T, bool kAttn>
-HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<T>& s, const WorkTile& work) {
-  Entries entries = entries_of(p, work);
+template <class T, bool kAttn, class P>
+HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<T>& s, const WorkTile& work) {
+  typename P::Entries entries = entries_of(p, work);
   const int heads = p.h_q - work.first_head;
   int batch[kEntryBatch];
   const int key = load_key<T>(entries, 0);
@@ -394,11 +394,11 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<T>& s, const WorkT
   return entries;
 }
 
-template <class T, bool kFixed, bool kAttn>
-HOPWELL_DEVICE void add_gradients_of_tile(const Params& p) {
+template <class T, bool kFixed, bool kAttn, class P>
+HOPWELL_DEVICE void add_gradients_of_tile(const P& p) {
   auto& s = arch::dynamic_smem<SharedStorage<T>>();
   const WorkTile work = work_tile_of(p, arch::block_index(), T::kHeads);
-  const Entries entries = prepare<T, kAttn>(p, s, work);
+  const typename P::Entries entries = prepare<T, kAttn>(p, s, work);
   const int warp = arch::warp_index(), steps = entries.tiles(T::kKeys);
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   const ScoreTile<T> tile(warp);
@@ -424,23 +424,25 @@ HOPWELL_DEVICE void add_gradients_of_tile(const Params& p) {
   count_missing_steps<T::kKeys>(p, paced, steps, arch::thread_index());
 }
 
-// kFixed: dkv_accum is in fixed point; kAttn: attn is written too.
-template <class T, bool kFixed, bool kAttn>
-__global__ void __launch_bounds__(T::kThreads, 1) kernel(const __grid_constant__ Params p) {
+// kFixed: dkv_accum is in fixed point; kAttn: attn is written too. P: Params, or WindowParams for queries with window
+// keys.
+template <class T, bool kFixed, bool kAttn, class P>
+__global__ void __launch_bounds__(T::kThreads, 1) kernel(const __grid_constant__ P p) {
   if constexpr (T::kSmall || HOPWELL_HAS_SM90) add_gradients_of_tile<T, kFixed, kAttn>(p);
 }
 
 // ---- launch
 
-template <class T>
+template <class T, class P>
 void launch_tile(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<T>);
+  const P p = further_params_of<P>(problem);
   if (plan.sums == DkvSums::fixed_point)
-    launch_main<kernel<T, true, false>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, true, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
   else if (problem.attn && !plan.distribution)
-    launch_main<kernel<T, false, true>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, false, true, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
   else
-    launch_main<kernel<T, false, false>>(problem, plan, workspace, plan.singles, Params{}, T::kThreads, kBytes, stream);
+    launch_main<kernel<T, false, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

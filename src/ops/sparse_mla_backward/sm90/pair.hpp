@@ -64,28 +64,27 @@ HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint
 }
 
 // Starts the copies of this half of the CTA's columns of 64 keys.
-template <int kHalf>
-HOPWELL_DEVICE void gather_half(const Params& p, PairStorage& s, const int (&keys)[4], int step, uint32_t rank, int t) {
+template <int kHalf, class P>
+HOPWELL_DEVICE void gather_half(const P& p, PairStorage& s, const int (&keys)[4], int step, uint32_t rank, int t) {
   if constexpr (kHalf == 0) publish_keys(s.key, keys, step, t);
   const int chunk = t & 7;
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride_s) +
-                         (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
+    const bf16* source = p.kv + row_offset(p, keys[m]) + (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
     HOPWELL_UNROLL
     for (int panel = 0; panel < 2; ++panel)
       arch::cp_async(arch::shared_address(&s.keys[2 * kHalf + panel]) + tile::swizzled(t / 8 + 16 * m, chunk),
                      source + 64 * panel, bytes);
   }
 }
-HOPWELL_DEVICE void gather_rope(const Params& p, PairStorage& s, const int (&keys)[4], uint32_t rank, int t) {
+template <class P>
+HOPWELL_DEVICE void gather_rope(const P& p, PairStorage& s, const int (&keys)[4], uint32_t rank, int t) {
   const int chunk = t & 7;
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     if (chunk >= 4) continue;
-    const bf16* source =
-        p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride_s) + (kDv + 32 * int(rank) + 8 * chunk);
+    const bf16* source = p.kv + row_offset(p, keys[m]) + (kDv + 32 * int(rank) + 8 * chunk);
     arch::cp_async(arch::shared_address(&s.keys_rope) + tile::swizzled_narrow(t / 8 + 16 * m, chunk), source,
                    keys[m] < 0 ? 0 : 16);
   }
@@ -222,9 +221,9 @@ HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], c
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's tile. Both: their columns of dQ and of the next keys.
-template <int kDqk, int kHalf, bool kAttn>
-HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
-  const Entries& entries = s.entries;
+template <int kDqk, int kHalf, bool kAttn, class P>
+HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
+  const typename P::Entries& entries = entries_in<P>(s);
   float dq[2][64] = {}, rope[16] = {};
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
     DsFragments ds;
@@ -299,9 +298,9 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
 
 // ---- warpgroup 2
 
-template <int kDqk>
-HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
-  const Entries& entries = s.entries;
+template <int kDqk, class P>
+HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
+  const typename P::Entries& entries = entries_in<P>(s);
   const int t = arch::thread_index() % 128;
   const int steps = entries.tiles(Config::kKeys);
   const bool paced = p.progress && int(arch::block_index()) / 2 < p.whole_tiles;
@@ -360,9 +359,9 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& p
 
 // Loads Q, dO and the first keys, computes the heads' values, initialises the mbarriers, and finds the last valid
 // entry.
-template <int kDqk, bool kAttn>
-HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pair) {
-  const Entries entries = entries_of(p, pair.work);
+template <int kDqk, bool kAttn, class P>
+HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
+  typename P::Entries entries = entries_of(p, pair.work);
   const int t = arch::thread_index() % 128, warpgroup = arch::warpgroup_index();
   int keys[4], batch[kEntryBatch];
   load_keys(keys, entries, 0, t);
@@ -390,14 +389,18 @@ HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pai
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::cluster_sync();
-  if (arch::thread_index() == 0) s.entries = {entries.row, length_of(s.last_valid), entries.visible, entries.given};
+  if (arch::thread_index() == 0) {
+    entries.length = length_of(s.last_valid);
+    entries_in<P>(s) = entries;
+  }
   arch::syncthreads();
 }
 
 #endif
 
-template <int kDqk, bool kAttn>
-__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ Params p) {
+// P: Params, or WindowParams for queries with window keys.
+template <int kDqk, bool kAttn, class P>
+__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ P p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
   const PairWork pair = pair_work_of(p);
@@ -420,17 +423,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
 
 // ---- launch
 
-inline void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+template <class P>
+void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
+    const P p = further_params_of<P>(problem);
     if (problem.attn && !plan.distribution)
-      launch_main<pair_kernel<kDqk, true>>(problem, plan, workspace, plan.pairs, Params{}, Config::kThreads, kBytes,
-                                           stream);
+      launch_main<pair_kernel<kDqk, true, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads, kBytes,
+                                              stream);
     else
-      launch_main<pair_kernel<kDqk, false>>(problem, plan, workspace, plan.pairs, Params{}, Config::kThreads, kBytes,
-                                            stream);
+      launch_main<pair_kernel<kDqk, false, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads, kBytes,
+                                               stream);
   };
-  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
+  problem.d_qk == 576 ? launch.template operator()<576>() : launch.template operator()<512>();
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -35,17 +35,27 @@ struct PairStorage {
   float head_sums[4][Config::kKeys];  // of attn, by warp
   int key[2][Config::kKeys];          // of this step and the next; -1 if invalid
   int last_valid[Config::kWarps];
-  Entries entries;              // read again in every step, to save registers
-  arch::mbarrier partial_full;  // the peer's partial sums have arrived
-  arch::mbarrier partial_free;  // the peer has read our partial sums
-  arch::mbarrier staged_taken;  // the peer has received our partial sums from p[0]
-  arch::mbarrier pds_full;      // the peer's P and dS have arrived
-  arch::mbarrier pds_free;      // the peer has a free buffer for our P and dS
-  arch::mbarrier pds_taken;     // the peer has received our P and dS
+  Entries entries;                     // read again in every step, to save registers
+  arch::mbarrier partial_full;         // the peer's partial sums have arrived
+  arch::mbarrier partial_free;         // the peer has read our partial sums
+  arch::mbarrier staged_taken;         // the peer has received our partial sums from p[0]
+  arch::mbarrier pds_full;             // the peer's P and dS have arrived
+  arch::mbarrier pds_free;             // the peer has a free buffer for our P and dS
+  arch::mbarrier pds_taken;            // the peer has received our P and dS
+  tile::WindowEntries window_entries;  // instead of `entries`, if there are window keys
 };
 static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
+
+// The entries of a kernel with parameters P.
+template <class P>
+HOPWELL_DEVICE typename P::Entries& entries_in(PairStorage& s) {
+  if constexpr (std::is_same_v<P, WindowParams>)
+    return s.window_entries;
+  else
+    return s.entries;
+}
 
 enum PairBarrier : int {
   kPairKeysFull = 1,

@@ -85,14 +85,14 @@ constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 // ---- warpgroups 0 and 1
 
 // Starts the copies of kCount panels of 64 keys, executed by a warpgroup.
-template <int kFirst, int kCount, int kDqk>
-HOPWELL_DEVICE void copy_panels(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
+template <int kFirst, int kCount, int kDqk, class P>
+HOPWELL_DEVICE void copy_panels(const P& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
                                 int t) {
   const int chunk = t & 7;
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride_s) + 8 * chunk;
+    const bf16* source = p.kv + row_offset(p, keys[m]) + 8 * chunk;
     const uint32_t target = arch::shared_address(s.keys) + tile::swizzled(t / 8 + 16 * m, chunk);
     HOPWELL_UNROLL
     for (int panel = kFirst; panel < kFirst + kCount; ++panel)
@@ -101,9 +101,9 @@ HOPWELL_DEVICE void copy_panels(const Params& p, SharedStorage<kDqk>& s, const i
 }
 
 // Copies the panels of half of the columns. Half 0 publishes the keys for the additions.
-template <int kDqk, int kHalf>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
-                           int step, int t) {
+template <int kDqk, int kHalf, class P>
+HOPWELL_DEVICE void gather(const P& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy, int step,
+                           int t) {
   if constexpr (kHalf == 0) {
     publish_keys(s.key, keys, step, t);
     const bool lacks_key = arch::ballot((keys[0] | keys[1] | keys[2] | keys[3]) < 0) != 0;
@@ -112,9 +112,9 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
   copy_panels<kFirstPanel<kDqk, kHalf>, 4>(p, s, keys, policy, t);
 }
 // The panel that both halves multiply with; half 0 copies it in whole lines.
-template <int kDqk>
-HOPWELL_DEVICE void gather_middle(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4],
-                                  arch::CachePolicy policy, int t) {
+template <int kDqk, class P>
+HOPWELL_DEVICE void gather_middle(const P& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
+                                  int t) {
   if constexpr (kHasMiddle<kDqk>) copy_panels<4, 1>(p, s, keys, policy, t);
 }
 
@@ -181,8 +181,8 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
 
 // Clears P of invalid entries and redirects their zero sums to the row of the query's last key. The barrier belongs to
 // warpgroup 0, which otherwise uses it only to stage dQ at the end.
-template <int kDqk>
-HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const Entries& entries, int step, int t) {
+template <int kDqk, class List>
+HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const List& entries, int step, int t) {
   if (reinterpret_cast<const uint32_t&>(s.lacks_keys[step % 2]) == 0) return;
   auto& keys = s.key[step % 2];
   HOPWELL_UNROLL
@@ -194,8 +194,8 @@ HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const 
 }
 
 // Half 0: converts S to P, and computes the sums over heads. Half 1: converts dP to dS, which it stores and also keeps.
-template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& entries, float (&acc)[32],
+template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage, class List>
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const List& entries, float (&acc)[32],
                                   const HeldKeys& held, int step, int t, DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
@@ -232,8 +232,8 @@ HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, f
 }
 
 // Both halves: S or dP; their columns of dQ and of the next keys; their panels of dKV, if any.
-template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged>
-HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, Entries entries) {
+template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
+HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& work, typename P::Entries entries) {
   entries.length = length_of(s.last_valid);  // in each role: ptxas spills values computed before the roles split
   const int steps = entries.tiles(Config::kKeys);
   float dq[128] = {}, middle[16] = {};
@@ -316,8 +316,8 @@ HOPWELL_DEVICE void give_back_steps(int steps) {
 
 // dKV of each step, without the panels of the score warpgroups: multiplies half a panel while it adds the previous
 // half. Releases dS after the product of the last half, so that the next dS is complete when that half has been added.
-template <int kDqk, int kHeadSteps, bool kFixed>
-HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries entries) {
+template <int kDqk, int kHeadSteps, bool kFixed, class P>
+HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entries entries) {
   entries.length = length_of(s.last_valid);
   constexpr int kFirst = 4 * kPanelsBeside<kFixed>, kHalves = 2 * (kDqk / 64);
   const int steps = entries.tiles(Config::kKeys);
@@ -352,9 +352,9 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
 
 // Loads Q, dO and the first keys, and computes the heads' values. Returns the entries; s.last_valid has the last valid
 // one.
-template <int kDqk, bool kAttn, bool kMerged>
-HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work) {
-  Entries entries = entries_of(p, work);
+template <int kDqk, bool kAttn, bool kMerged, class P>
+HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, const WorkTile& work) {
+  typename P::Entries entries = entries_of(p, work);
   const int t = arch::thread_index() % 128, heads = p.h_q - work.first_head;
   int keys[4], batch[kEntryBatch];
   load_keys(keys, entries, 0, t);
@@ -364,7 +364,8 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
   if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, policy, 0, t);
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, policy, 0, t);
   if (arch::warpgroup_index() == 0) gather_middle(p, s, keys, policy, t);
-  if (kMerged && arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
+  if constexpr (kMerged)
+    if (arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
   load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
                    heads);
   load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
@@ -380,9 +381,10 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
 
 #endif
 
-// kHeadSteps: number of 16-head blocks, if h_q may be less than 64.
-template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged = false>
-__global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ Params p) {
+// kHeadSteps: number of 16-head blocks, if h_q may be less than 64. P: Params, or WindowParams for queries with window
+// keys.
+template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
+__global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ P p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
@@ -390,7 +392,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
     count_missing_steps<Config::kKeys>(p, is_paced(p), 0, arch::thread_index());
     return;
   }
-  const Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);
+  const typename P::Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);
   const auto role = Role(arch::warpgroup_index());
   if (role == Role::scores_low_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
@@ -407,32 +409,34 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
 
 // ---- launch
 
-template <int kDqk, int kHeadSteps>
+template <class P, int kDqk, int kHeadSteps>
 void launch_single(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
+  const auto launch = [&]<bool kFixed, bool kAttn>() {
+    launch_main<single_kernel<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
+        problem, plan, workspace, plan.singles, further_params_of<P>(problem), Config::kThreads, kBytes, stream);
+  };
   if (plan.sums == DkvSums::fixed_point)
-    launch_main<single_kernel<kDqk, kHeadSteps, true, false>>(problem, plan, workspace, plan.singles, Params{},
-                                                              Config::kThreads, kBytes, stream);
+    launch.template operator()<true, false>();
   else if (problem.attn && !plan.distribution)
-    launch_main<single_kernel<kDqk, kHeadSteps, false, true>>(problem, plan, workspace, plan.singles, Params{},
-                                                              Config::kThreads, kBytes, stream);
+    launch.template operator()<false, true>();
   else
-    launch_main<single_kernel<kDqk, kHeadSteps, false, false>>(problem, plan, workspace, plan.singles, Params{},
-                                                               Config::kThreads, kBytes, stream);
+    launch.template operator()<false, false>();
 }
 
 inline void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, workspace, plan.grouped, Params{},
-                                                            Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
+    launch_main<single_kernel<kDqk, 4, false, false, true, Params>>(
+        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
 
-inline void launch_singles(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+template <class P>
+void launch_singles(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const bool wide = problem.d_qk == 576, few_heads = problem.h_q <= 32;
-  const auto launch = wide ? (few_heads ? launch_single<576, 2> : launch_single<576, 4>)
-                           : (few_heads ? launch_single<512, 2> : launch_single<512, 4>);
+  const auto launch = wide ? (few_heads ? launch_single<P, 576, 2> : launch_single<P, 576, 4>)
+                           : (few_heads ? launch_single<P, 512, 2> : launch_single<P, 512, 4>);
   launch(problem, plan, workspace, stream);
 }
 

@@ -56,7 +56,8 @@ HOPWELL_DEVICE auto in_panels(const Panel* panels) {
 }
 
 // The keys of four rows: thread t of a warpgroup copies 16-byte chunk t % 8 of rows t / 8 + 16 m.
-HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, int t) {
+template <class List>
+HOPWELL_DEVICE void load_keys(int (&keys)[4], const List& entries, int step, int t) {
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
 }
@@ -261,11 +262,11 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
 
 // Adds the sums over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection,
 // sorted or not: restore_attn_order moves sums to their entries.
-HOPWELL_DEVICE void add_attn(const Params& p, const float (&head_sums)[4][Config::kKeys],
-                             const int (&keys)[Config::kKeys], const WorkTile& work, const Entries& entries, int step,
-                             int t) {
-  if (t < Config::kKeys && keys[t] >= 0)
-    arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + step * Config::kKeys + t,
+template <class P>
+HOPWELL_DEVICE void add_attn(const P& p, const float (&head_sums)[4][Config::kKeys], const int (&keys)[Config::kKeys],
+                             const WorkTile& work, const typename P::Entries& entries, int step, int t) {
+  if (t < Config::kKeys && keys[t] >= 0 && has_slot(entries, step * Config::kKeys + t))
+    arch::red_add(p.attn + work.query * p.attn_stride + first_slot(p, work, entries) + step * Config::kKeys + t,
                   head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
   arch::syncwarp();  // kept: lanes have diverged
 }
