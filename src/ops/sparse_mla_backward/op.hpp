@@ -5,6 +5,10 @@
 #include "runtime/check.hpp"
 #include "tile/selection.hpp"
 
+namespace hopwell {
+struct SparseMlaBackwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::sparse_mla_backward {
 
 struct Problem {
