@@ -15,6 +15,7 @@ from declare import Operator
 def write(folder: Path, operators: list[Operator]) -> None:
     """Writes the generated files. A file that would not change keeps its time, so that nothing is compiled again."""
     files = {
+        "include/hopwell/enums.h": headers.enum_header(operators),
         "include/hopwell/operators.h": headers.c_header(operators),
         "include/hopwell/operators.hpp": headers.cpp_header(operators),
         "operators.inc": sources.operator_list(operators),

@@ -30,6 +30,7 @@ C_HEADER = """\
 #define HOPWELL_OPERATORS_H_
 
 #include <dlpack/dlpack.h>
+#include <hopwell/enums.h>
 #include <hopwell/status.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,12 +49,31 @@ extern "C" {{
 #endif /* HOPWELL_OPERATORS_H_ */
 """
 
+ENUM_HEADER = """\
+/* Enumerations of the operators' arguments. Generated from src/ops/<operator>/declaration.py: do not edit. */
+#ifndef HOPWELL_ENUMS_H_
+#define HOPWELL_ENUMS_H_
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+{body}
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif /* HOPWELL_ENUMS_H_ */
+"""
+
 CPP_HEADER = """\
 // Argument structs and functions of the operators. Generated from src/ops/<operator>/declaration.py: do not edit.
 #ifndef HOPWELL_OPERATORS_HPP_
 #define HOPWELL_OPERATORS_HPP_
 
 #include <hopwell/operators.h>
+#include <hopwell/library.hpp>
 #include <hopwell/tensor.hpp>
 
 #include <cstddef>
@@ -63,8 +83,6 @@ CPP_HEADER = """\
 #include <string>
 
 namespace hopwell {{
-
-using Stream = hopwell_stream;
 
 {body}
 
@@ -200,9 +218,13 @@ def c_enum(enum: Enum) -> str:
     return f"{doc}typedef enum hopwell_{enum.name} {{\n" + ",\n".join(values) + f"\n}} hopwell_{enum.name};"
 
 
+def enum_header(operators: list[Operator]) -> str:
+    """The enumerations have a header of their own: kernels that need them are not compiled again after other changes."""
+    return ENUM_HEADER.format(body="\n\n".join(c_enum(enum) for enum in declarations.enums(operators)))
+
+
 def c_header(operators: list[Operator]) -> str:
-    parts = [c_enum(enum) for enum in declarations.enums(operators)]
-    parts += [c_struct(struct.name, struct.doc, struct.fields) for struct in declarations.structs(operators)]
+    parts = [c_struct(struct.name, struct.doc, struct.fields) for struct in declarations.structs(operators)]
     for operator in operators:
         more = c_common(operator)
         parts.append(c_struct(f"{operator.name}_args", operator_doc(operator), operator.fields, more))

@@ -12,7 +12,7 @@
 #pragma once
 
 #include <hopwell/error.hpp>
-#include <hopwell/hopwell.hpp>
+#include <hopwell/library.hpp>
 
 #include <any>
 #include <cstddef>

@@ -1,7 +1,7 @@
 // The devices of this machine. Found and queried without linking to a driver.
 #pragma once
 
-#include <hopwell/hopwell.hpp>
+#include <hopwell/library.hpp>
 
 #include <cstddef>
 #include <string_view>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <hopwell/error.hpp>
-#include <hopwell/hopwell.hpp>
+#include <hopwell/library.hpp>
 
 #include <algorithm>
 #include <array>

@@ -5,6 +5,10 @@
 #include "runtime/check.hpp"
 #include "tile/selection.hpp"
 
+namespace hopwell {
+struct AttentionDistributionArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::attention_distribution {
 
 struct Problem {

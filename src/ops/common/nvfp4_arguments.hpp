@@ -1,7 +1,7 @@
 // Checks of NVFP4 tensors among an operator's arguments: codes, scales in both layouts, and global scales.
 #pragma once
 
-#include <hopwell/hopwell.hpp>
+#include <hopwell/operators.hpp>
 
 #include <algorithm>
 #include <cmath>

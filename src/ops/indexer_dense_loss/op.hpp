@@ -5,6 +5,10 @@
 #include "runtime/backend.hpp"
 #include "tile/selection.hpp"
 
+namespace hopwell {
+struct IndexerDenseLossArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::indexer_dense_loss {
 
 inline constexpr const char* kName = "indexer_dense_loss";

@@ -1,5 +1,7 @@
 #include "ops/kv_compress/op.hpp"
 
+#include <hopwell/operators.hpp>
+
 #include <algorithm>
 #include <string>
 

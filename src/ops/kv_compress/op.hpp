@@ -5,6 +5,11 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 
+namespace hopwell {
+struct KvCompressArgs;
+struct KvCompressBackwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::kv_compress {
 
 struct Problem {

@@ -5,6 +5,10 @@
 #include "runtime/backend.hpp"
 #include "tile/selection.hpp"
 
+namespace hopwell {
+struct LightningIndexerArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::lightning_indexer {
 
 inline constexpr const char* kName = "lightning_indexer";

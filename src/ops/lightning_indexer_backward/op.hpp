@@ -7,6 +7,10 @@
 #include "runtime/backend.hpp"
 #include "tile/selection.hpp"
 
+namespace hopwell {
+struct LightningIndexerBackwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::lightning_indexer_backward {
 
 inline constexpr const char* kName = "lightning_indexer_backward";

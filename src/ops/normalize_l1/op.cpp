@@ -1,5 +1,7 @@
 #include "ops/normalize_l1/op.hpp"
 
+#include <hopwell/operators.hpp>
+
 namespace hopwell::ops::normalize_l1 {
 namespace {
 

@@ -4,6 +4,10 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 
+namespace hopwell {
+struct NormalizeL1Args;
+}  // namespace hopwell
+
 namespace hopwell::ops::normalize_l1 {
 
 inline constexpr const char* kName = "normalize_l1";

@@ -5,6 +5,12 @@
 #include "runtime/check.hpp"
 #include "tile/nvfp4.hpp"
 
+namespace hopwell {
+struct Nvfp4GemvArgs;
+struct Nvfp4LinearArgs;
+struct Nvfp4MatmulArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::nvfp4 {
 
 using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;

@@ -5,6 +5,10 @@
 #include "runtime/check.hpp"
 #include "tile/nvfp4.hpp"
 
+namespace hopwell {
+struct Nvfp4LinearBackwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::nvfp4_linear_backward {
 
 using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;

@@ -5,6 +5,11 @@
 #include "runtime/check.hpp"
 #include "tile/nvfp4.hpp"
 
+namespace hopwell {
+struct Nvfp4DequantizeArgs;
+struct Nvfp4QuantizeArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::nvfp4_quantize {
 
 using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;

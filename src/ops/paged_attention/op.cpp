@@ -1,5 +1,7 @@
 #include "ops/paged_attention/op.hpp"
 
+#include <hopwell/operators.hpp>
+
 #include <algorithm>
 
 namespace hopwell::ops::paged_attention {

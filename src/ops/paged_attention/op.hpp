@@ -1,8 +1,14 @@
 // paged_attention: what its backends are given. Meaning and shapes: declaration.py.
 #pragma once
 
+#include <hopwell/enums.h>
+
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
+
+namespace hopwell {
+struct PagedAttentionArgs;
+}  // namespace hopwell
 
 namespace hopwell::ops::paged_attention {
 

@@ -6,6 +6,10 @@
 #include "tile/selection.hpp"
 #include "tile/window.hpp"
 
+namespace hopwell {
+struct SparseMlaBackwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::sparse_mla_backward {
 
 struct Problem {

@@ -6,6 +6,10 @@
 #include "tile/selection.hpp"
 #include "tile/window.hpp"
 
+namespace hopwell {
+struct SparseMlaForwardArgs;
+}  // namespace hopwell
+
 namespace hopwell::ops::sparse_mla_forward {
 
 struct Problem {

@@ -1,6 +1,6 @@
 // Peak rates of this machine's processor, and the build configuration of the library.
 #include <hwy/targets.h>
-#include <hopwell/hopwell.hpp>
+#include <hopwell/library.hpp>
 
 #include <array>
 #include <chrono>
