@@ -17,7 +17,7 @@ std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return ceil_div(x
 
 bool is_aligned(const void* data, std::uintptr_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
 
-// Whether asynchronous copies can bring weights: rows of codes, in ascending order, by 16 bytes, plain scales by 4.
+// True if cp.async can copy the weights: 16 bytes of codes at a time, and 4 bytes of scales.
 bool can_copy(const View& codes, std::int64_t batch_stride, const Scales& scales, std::int64_t rows, std::int64_t k) {
   constexpr std::int64_t kMaxK = std::int64_t{1} << 16, kMaxRows = std::int64_t{1} << 30,
                          kMaxStride = std::int64_t{1} << 27;
@@ -30,7 +30,7 @@ bool can_copy(const View& codes, std::int64_t batch_stride, const Scales& scales
 // ---- one column ----------------------------------------------------------------------------------------------------
 
 Plan plan_one_column(const ProblemShape& shape, const runtime::Device& device) {
-  constexpr std::int64_t kSumBytes = 4 * StageConfig::kRows;  // of a warp and tile
+  constexpr std::int64_t kSumBytes = 4 * StageConfig::kRows;  // sums of one warp for one tile
   Plan plan{.kernel = Kernel::kOneColumn, .columns = 1, .column_tiles = 1};
   plan.row_tiles = to_int(ceil_div(shape.rows, StageConfig::kRows));
   plan.clusters = to_int(std::min<std::int64_t>(plan.row_tiles, std::max<std::int64_t>(device.sms / shape.batches, 1)));
@@ -50,13 +50,14 @@ Plan plan_one_column(const ProblemShape& shape, const runtime::Device& device) {
 
 // ---- 2 to 16 columns -----------------------------------------------------------------------------------------------
 
-// Shared memory for rounds of so many tiles. What CTAs give each other goes where x was, if this round is the last.
+// Sets the shared memory for rounds of `round_tiles` tiles. A last round exchanges sums in the memory of x, which is no
+// longer needed.
 void set_round(Plan& plan, int round_tiles, bool is_last) {
   const std::int64_t tile_sums = std::int64_t{4} * StageConfig::kRows * plan.columns, threads = 32 * plan.warps;
   const std::int64_t x_bytes = std::int64_t{plan.slice} * 2 * plan.columns;
   const std::int64_t ring_bytes =
       plan.warps * (plan.columns == 8 ? FewColumnsConfig<8>::kRingBytes : FewColumnsConfig<16>::kRingBytes);
-  const std::int64_t vectors = ceil_div(round_tiles * tile_sums / 16, threads);  // of four sums a thread
+  const std::int64_t vectors = ceil_div(round_tiles * tile_sums / 16, threads);  // vectors of 4 sums a thread
   const std::int64_t exchange = plan.cluster > 1 ? round_up(vectors, plan.cluster) * 16 * threads : 0;
   const bool in_x = is_last && exchange <= x_bytes;
   const std::int64_t others =
@@ -84,7 +85,7 @@ std::int64_t cost_of_few_columns(const Plan& plan) {
   return cost;
 }
 
-// The best number of phases.
+// The plan with the cheapest number of phases.
 Plan plan_few_columns(const ProblemShape& shape, int columns, int warps, int cluster, int clusters_at_a_time,
                       std::size_t shared_bytes) {
   constexpr int kFewTiles = 8, kMostOfFour = 16;  // more have too much to give each other
@@ -114,7 +115,7 @@ Plan plan_few_columns(const ProblemShape& shape, const runtime::Device& device, 
   Plan best;
   for (const int cluster : {1, 2, 4}) {
     if (cluster > 1 && !device.has_clusters()) continue;
-    // Clusters of four do not fill all multiprocessors.
+    // Clusters of four cannot use all multiprocessors, so the driver counts them.
     int at_a_time = device.sms / cluster;
     if (cluster > 2) at_a_time = std::min(at_a_time, fit(cluster));
     for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
@@ -178,7 +179,7 @@ std::int64_t cost_of_many_columns(const Plan& plan, std::int64_t at_a_time, std:
 
 Plan plan_many_columns(const ProblemShape& shape, const runtime::Device& device, const ClustersThatFit& fit) {
   using Config = ManyColumnsConfig;
-  constexpr int kColumnsOfShare = 8;  // a multiple
+  constexpr int kColumnsOfShare = 8;  // columns that a warpgroup adds and stores are a multiple of this
   const std::int64_t stages = ceil_div(shape.k, Config::kStageK);
   Plan best;
   for (const int columns : {32, 64, 96, 128}) {
@@ -191,7 +192,7 @@ Plan plan_many_columns(const ProblemShape& shape, const runtime::Device& device,
         plan.column_tiles = to_int(ceil_div(shape.columns, columns));
         plan.row_tiles = to_int(ceil_div(shape.rows, row_groups * Config::kRows));
         plan.slice = to_int(ceil_div(stages, cluster) * Config::kStageK);
-        // A CTA goes from tile to tile, but not if its tiles are shared.
+        // CTAs are persistent, except where K is split: there a CTA has one tile.
         const std::int64_t tiles = std::int64_t{plan.row_tiles} * plan.column_tiles;
         plan.clusters = to_int(plan.splits_k() ? tiles : std::min<std::int64_t>(tiles, at_a_time));
         plan.shared_bytes = static_cast<std::size_t>(Config::shared_bytes(columns));
