@@ -169,7 +169,7 @@ struct WarpPartial {
   alignas(16) float values[kValues];  // [rows][pitch]: sums of exp2(logit − maximum) · v
   RowStats stats[kRows];
 };
-enum : int { kBegunBefore, kBegunHere };  // selects one of a warp's two partial results
+enum : int { kBegunBefore, kBegunHere };  // selects a warp's first or second partial result
 
 enum class Extent : int { none, continues, ends };  // whether its row block continues in the next warp or ends here
 struct PartialInfo {

@@ -1,9 +1,9 @@
 // paged_attention on the tensor cores: copies of a tile of keys and values, and its layout in a stage.
 //
 // A stage holds one tile, in parts that are copied and used one after the other: two parts of K and two of V. A tile of
-// 16 keys, which lie on one page, has one part of K and one of V. After a part has been used, the copy of the same part
-// of the next tile starts. With layouts nhd and hnd, a part has the first or the last 8 keys of every page, so a lane
-// copies from a single page: it computes its address once and then advances row by row.
+// 16 keys, which lie on one page, has all of K as a part and all of V as a part. After a part has been used, the copy
+// of the same part of the next tile starts. With layouts nhd and hnd, a part has the first or the last 8 keys of every
+// page, so a lane copies from a single page: it computes its address once and then advances row by row.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
