@@ -2,8 +2,12 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::nvfp4 {
 namespace {
+
+using tile::ceil_div;
 
 constexpr int kMaxCluster = 8;
 
@@ -12,7 +16,6 @@ int to_int(Number value) {
   return static_cast<int>(value);
 }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return ceil_div(x, multiple) * multiple; }
 
 bool is_aligned(const void* data, std::uintptr_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
@@ -67,20 +70,26 @@ void set_round(Plan& plan, int round_tiles, bool is_last) {
   plan.shared_bytes = static_cast<std::size_t>(in_x ? others : others + exchange);
 }
 
-// In stages of a warp, as an H200 takes them: beside those, x comes in, phases start again, CTAs meet, tiles beyond a
-// round wait, scales want some L1 cache, and fewer warps are slower but sooner done, above all where two CTAs fit at a
-// time.
+// Cost of a CTA, in stages of weights of a warp, measured on an H200:
+//
+//     a stage of weights, with the warps' stages rounded up     1
+//     x of a stage, for every 8 columns                         3
+//     each phase after the first                                35
+//     a round                                                   20; with a cluster, 33 more for every 2 CTAs
+//     more than 195 KiB of shared memory: scales miss L1        1/5 of the stages
+//     8 warps instead of 16, 8 columns                          1/6 of the stages
+//     8 warps instead of 16, 16 columns                         3/10 of the stages, less 16
+//     8 warps and at most 113 KiB: two CTAs fit                 −16
 std::int64_t cost_of_few_columns(const Plan& plan) {
-  constexpr std::int64_t kX = 3, kPhase = 35, kMeet = 33, kRound = 20, kSooner = 16;
   constexpr std::size_t kMuchShared = 195 * 1024, kHalfShared = 113 * 1024;
-  const std::int64_t stages = plan.slice / StageConfig::kStageK, most_tiles = plan.most_tiles();
-  const std::int64_t share = ceil_div(most_tiles * stages, plan.warps) * plan.warps * plan.phases;
-  std::int64_t cost = share + kX * plan.phases * stages * plan.columns / 8 + kPhase * (plan.phases - 1);
-  cost += ceil_div(most_tiles, plan.round_tiles) * (kRound + (plan.cluster > 1 ? kMeet * plan.cluster / 2 : 0));
-  if (plan.shared_bytes > kMuchShared) cost += share / 5;
+  const std::int64_t slice_stages = plan.slice / StageConfig::kStageK, tiles = plan.most_tiles();
+  const std::int64_t stages = ceil_div(tiles * slice_stages, plan.warps) * plan.warps * plan.phases;
+  std::int64_t cost = stages + 3 * plan.phases * slice_stages * plan.columns / 8 + 35 * (plan.phases - 1);
+  cost += ceil_div(tiles, plan.round_tiles) * (20 + (plan.cluster > 1 ? 33 * plan.cluster / 2 : 0));
+  if (plan.shared_bytes > kMuchShared) cost += stages / 5;
   if (plan.warps < FewColumnsConfig<8>::kMaxWarps) {
-    cost += plan.columns > 8 ? share * 3 / 10 - kSooner : share / 6;
-    if (plan.shared_bytes <= kHalfShared) cost -= kSooner;
+    cost += plan.columns > 8 ? stages * 3 / 10 - 16 : stages / 6;
+    if (plan.shared_bytes <= kHalfShared) cost -= 16;
   }
   return cost;
 }
@@ -88,7 +97,8 @@ std::int64_t cost_of_few_columns(const Plan& plan) {
 // The plan with the cheapest number of phases.
 Plan plan_few_columns(const ProblemShape& shape, int columns, int warps, int cluster, int clusters_at_a_time,
                       std::size_t shared_bytes) {
-  constexpr int kFewTiles = 8, kMostOfFour = 16;  // more have too much to give each other
+  constexpr int kFewTiles = 8;     // a round has at least this many tiles, or all tiles
+  constexpr int kMostOfFour = 16;  // with more tiles, clusters of four exchange too many sums
   const std::int64_t stages = ceil_div(shape.k, StageConfig::kStageK);
   Plan best;
   Plan plan{.kernel = Kernel::kFewColumns, .columns = columns, .warps = warps, .cluster = cluster};
@@ -129,8 +139,13 @@ Plan plan_few_columns(const ProblemShape& shape, const runtime::Device& device, 
 
 // ---- 2 to 16 columns by wgmma --------------------------------------------------------------------------------------
 
-// In 10 ns: decoding, the stages of one warp, or those of x, whichever is longest; x's first one; giving sums to each
-// other.
+// Cost of all rounds, in units of 10 ns, measured on an H200. The cost of a round is the sum of:
+//
+//     the longest of   decoding        10 for each tile and stage of the CTA
+//                      a warp's ring   100 for each of its stages
+//                      x               30 for each stage
+//     loading x                        6 for each stage, above 8 columns 12
+//     exchange in a cluster            80 + 6 for each CTA
 std::int64_t cost_of_few_columns_wgmma(const Plan& plan, std::int64_t columns, std::int64_t rounds) {
   const std::int64_t stages = plan.slice / StageConfig::kStageK, stages_of_warp = ceil_div(stages, plan.splits);
   const std::int64_t longest = std::max({10 * plan.round_tiles * stages, 100 * stages_of_warp, 30 * stages});
@@ -164,8 +179,13 @@ Plan plan_few_columns_wgmma(const ProblemShape& shape, const runtime::Device& de
 
 // ---- many columns --------------------------------------------------------------------------------------------------
 
-// In ns: stages, slower where more multiprocessors take part; what comes before the first product and after the last;
-// shares meet.
+// Cost of all rounds, in ns, measured on an H200:
+//
+//     a stage                  400 + 6.6 a column; two splits: 280 + 3 a column
+//                              up to 45 % more, in proportion to the multiprocessors with work
+//     beginning and end        6000 + 10 a column; every round if K is split, otherwise once
+//     results of a tile        1000, if K is not split
+//     exchange in a cluster    8 for each column and CTA, if K is split
 std::int64_t cost_of_many_columns(const Plan& plan, std::int64_t at_a_time, std::int64_t sms) {
   const std::int64_t tiles = std::int64_t{plan.row_tiles} * plan.column_tiles;
   const std::int64_t stage_cost = plan.splits == 1 ? 400 + 33 * plan.columns / 5 : 280 + 3 * plan.columns;

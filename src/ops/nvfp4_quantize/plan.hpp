@@ -44,12 +44,12 @@ inline bool takes_pairs(const QuantizeProblem& p) {
          pairs.count() >= std::int64_t{QuantizeConfig::kPairGrid} * QuantizeConfig::kThreads * p.device.sms;
 }
 
-// True if one kernel reads x once: pairs, rows without gaps, and all of x fits on the multiprocessors. The emulator runs
-// at most 16 CTAs at the same time.
+// True if one kernel reads x once: pairs, rows without gaps, and all of x fits on the multiprocessors. Its CTAs wait for
+// each other. On the emulator they are a cluster, which has at most 16 CTAs.
 inline bool takes_one_pass(const QuantizeProblem& p) {
   using Config = OnePassConfig;
   const auto no_gaps = [&](std::int64_t stride, std::int64_t row) { return p.rows == 1 || stride == row; };
-  const bool together = p.device.location.device_type == kDLCUDA || p.device.sms <= 16;
+  const bool together = p.device.concurrent_ctas || p.device.sms <= 16;
   return takes_pairs(p) && together && p.device.shared_bytes >= Config::kSharedBytes && !p.scales.blocked &&
          no_gaps(p.x.stride[0], p.k) && no_gaps(p.codes.stride[0], p.k / 2) &&
          no_gaps(p.scales.row_stride, p.k / hopwell::nvfp4::kBlock) && p.rows * p.k % Config::kItemNumbers == 0 &&
