@@ -148,11 +148,11 @@ TEST(PagedAttentionPlan, LanesHaveRoomForARow) {
     for (std::int64_t d = 32; d <= 256; d += 8) {
       Call call{.lengths = {1000}, .d = d, .dtype = dtype};
       const KeyMajorShape shape = key_major_shape(problem_of(call, 132));
-      const std::int64_t room = std::int64_t{shape.lanes} * shape.octets * 8;
+      const std::int64_t room = std::int64_t{shape.lanes} * shape.vectors * 8;
       EXPECT_GE(room, d);
-      EXPECT_GT(2 * d, room) << d;                            // a power of two at the worst
-      EXPECT_EQ(shape.octets == 1, (d & (d - 1)) == 0) << d;  // other rows are packed
-      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no octet of all lanes is empty: packed rows end in the last one
+      EXPECT_GT(2 * d, room) << d;                             // a power of two at the worst
+      EXPECT_EQ(shape.vectors == 1, (d & (d - 1)) == 0) << d;  // other rows are packed
+      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no index of all lanes is empty: packed rows end in the last one
       EXPECT_EQ(shape.lanes & (shape.lanes - 1), 0);
       EXPECT_LE(shape.keys, shape.lanes);  // so that each lane ends up with the logit of one key
     }

@@ -264,19 +264,19 @@ int mma_blocks(const Problem& problem) {
 // With r, registers suffice for one vector only.
 KeyMajorShape key_major_shape(const Problem& problem) {
   const int d = to_int(problem.d), width = to_int(width_of(problem.q)), most = 16 / width;
-  const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
-  KeyMajorShape best{.lanes = problem.r ? most : 4, .octets = 1, .keys = 4};
+  const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.vectors * 8; };
+  KeyMajorShape best{.lanes = problem.r ? most : 4, .vectors = 1, .keys = 4};
   while (room(best) < d) best.lanes *= 2;
   if (best.lanes >= most) best.keys = most;
   if (problem.r || room(best) == d) return best;
   const auto cost = [&](const KeyMajorShape& shape) {
     const int heads = keys_of(shape, 1) / std::max(shape.keys, kMinTile), line = heads * d * width % 128;
-    return std::tuple(line > 0, shape.octets == 5, room(shape));
+    return std::tuple(line > 0, shape.vectors == 5, room(shape));
   };
-  best = {.lanes = 8, .octets = 4, .keys = most / 4};
+  best = {.lanes = 8, .vectors = 4, .keys = most / 4};
   for (const int lanes : {4, 8}) {
-    for (int octets = lanes / 4 + 1; octets <= (width == 4 ? 4 : 5); ++octets) {
-      const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets <= 3 ? most / 2 : most / 4};
+    for (int vectors = lanes / 4 + 1; vectors <= (width == 4 ? 4 : 5); ++vectors) {
+      const KeyMajorShape shape{.lanes = lanes, .vectors = vectors, .keys = vectors <= 3 ? most / 2 : most / 4};
       if (room(shape) >= d && cost(shape) < cost(best)) best = shape;
     }
   }

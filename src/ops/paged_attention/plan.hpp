@@ -25,7 +25,7 @@ int mma_blocks(const Problem& problem);
 
 // Tile of kind key_major: lanes that share a key's row; 8-element vectors of the row, and keys, that each lane has.
 struct KeyMajorShape {
-  int lanes, octets, keys;
+  int lanes, vectors, keys;
 };
 KeyMajorShape key_major_shape(const Problem& problem);
 constexpr int kMaxJoinedHeads = 8;  // most KV heads of a row block of kind key_major

@@ -16,28 +16,28 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-template <class T, int kOctets, int kKeys>
+template <class T, int kVectors, int kKeys>
 struct KeyMajorSizes {
-  static constexpr int kChunksOfOctet = 8 / kElements<T>, kChunksOfKey = kOctets * kChunksOfOctet;
-  static constexpr bool kPacked = kOctets > 1;
+  static constexpr int kChunksOfVector = 8 / kElements<T>, kChunksOfKey = kVectors * kChunksOfVector;
+  static constexpr bool kPacked = kVectors > 1;
   // Rows of 32 chunks in a stage. Packed rows with two vectors a lane have four lanes a key, and the last lane lacks a
   // vector.
-  static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kOctets % 2 == 0 ? kKeys * kChunksOfOctet / 4 : 0);
+  static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kVectors % 2 == 0 ? kKeys * kChunksOfVector / 4 : 0);
   // With two or three vectors a lane, packed rows are slower with a third stage. Four vectors were not measured.
-  static constexpr int kRingStages = kOctets == 2 || kOctets == 3 ? 2 : stages_of(kRows);
+  static constexpr int kRingStages = kVectors == 2 || kVectors == 3 ? 2 : stages_of(kRows);
 };
-template <class T, int kOctets, int kTheKeys, bool kFused>
-struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
-                      WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>,
-                                    KeyMajorSizes<T, kOctets, kTheKeys>::kRingStages, (kOctets > 1)> {
+template <class T, int kVectors, int kTheKeys, bool kFused>
+struct KeyMajorTile : KeyMajorSizes<T, kVectors, kTheKeys>,
+                      WholeTileStep<KeyMajorTile<T, kVectors, kTheKeys, kFused>,
+                                    KeyMajorSizes<T, kVectors, kTheKeys>::kRingStages, (kVectors > 1)> {
   using Type = T;
-  using Sizes = KeyMajorSizes<T, kOctets, kTheKeys>;
+  using Sizes = KeyMajorSizes<T, kVectors, kTheKeys>;
   using Sizes::kChunksOfKey, Sizes::kPacked, Sizes::kRows;
   static constexpr int kKeys = kTheKeys, kLaneChunks = kKeys * kChunksOfKey;
-  static constexpr int kDims = 8 * kOctets;  // dimensions of a lane
-  static constexpr int kHeld = kOctets;      // vectors of the row block's next queries that a lane holds
+  static constexpr int kDims = 8 * kVectors;  // dimensions of a lane
+  static constexpr int kHeld = kVectors;      // vectors of the row block's next queries that a lane holds
   using Stage = CudaCoreStage<kRows, kFused ? kRows : 0>;
-  using Partial = WarpPartial<256 * kOctets, kMaxJoinedHeads>;
+  using Partial = WarpPartial<256 * kVectors, kMaxJoinedHeads>;
   static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
   static constexpr int kLaneBytes = kPacked ? 0 : 16;  // from one lane's chunks to the next one's
   static constexpr int kKeysOfLookup = kKeys;  // a lane's keys share a page, because the first is a multiple of kKeys
@@ -111,7 +111,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
     HOPWELL_UNROLL
     for (int i = 0; i < kHeld; ++i) {
-      const HeldOctet held(p, *this, vector, i);
+      const HeldVector held(p, *this, vector, i);
       raw[i] = held.exists ? load_q<T, 8>(p, held.vector, held.element) : RawElements{};
     }
   }
@@ -192,15 +192,15 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE int pitch() const { return lanes * kDims; }
 
  private:
-  struct HeldOctet {
+  struct HeldVector {
     QueryVector vector;
     int element, at;  // index in the row; index in a partial result, where the rows have the layout of values
     bool exists;
-    HOPWELL_DEVICE HeldOctet(const Params& p, const KeyMajorTile& tile, const QueryVector& of_lane, int i)
+    HOPWELL_DEVICE HeldVector(const Params& p, const KeyMajorTile& tile, const QueryVector& of_lane, int i)
         : vector(of_lane) {
-      const int octet = arch::lane_index() + 32 * i, of_head = octet / kOctets / p.schedule.lanes;
+      const int index = arch::lane_index() + 32 * i, of_head = index / kVectors / p.schedule.lanes;
       vector.head += (of_head - tile.head) * p.query.group;
-      at = 8 * octet, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
+      at = 8 * index, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
     }
   };
   // Distributes q + other to the lanes, through the partial result's memory.
@@ -209,7 +209,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
                                  Float type, const LoadOther& load_other) const {
     HOPWELL_UNROLL
     for (int i = 0; i < kHeld; ++i) {
-      const HeldOctet held(p, *this, vector, i);
+      const HeldVector held(p, *this, vector, i);
       if (!held.exists) continue;
       float x[8];
       query_plus<T>(raw[i], load_other(p, held.vector, held.element), type, x);
@@ -333,8 +333,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE arch::Words4 load_chunk(uint32_t rows, int key, int chunk) const {
     if constexpr (!kPacked)
       return arch::load_shared_v4(rows + uint32_t((key * kChunksOfKey + chunk) * kWarpChunkBytes));
-    const bool in_last_octet = chunk >= kChunksOfKey - Sizes::kChunksOfOctet;  // only there a row may end
-    if (in_last_octet && chunk >= chunks) return {};
+    const bool in_last_vector = chunk >= kChunksOfKey - Sizes::kChunksOfVector;  // only there a row may end
+    if (in_last_vector && chunk >= chunks) return {};
     return arch::load_shared_v4(rows + uint32_t(16 * packed_at(key, chunk)));
   }
   HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[kDims], float (&x)[kKeys]) const {
