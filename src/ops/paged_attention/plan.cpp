@@ -12,7 +12,7 @@ constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // keys of a sequence,
 constexpr int kMaxHeads = 32;                             // KV heads of a row block: the lanes of a warp
 constexpr int kMinTile = 2;                               // keys
 constexpr int kTilesOfTwoBlocks = 12;                     // fewest tiles of a warp for which two blocks are faster
-constexpr int kMaxRowsAbreast = 32;                       // query vectors of a row block with interleaved heads
+constexpr int kMaxInterleavedRows = 32;                   // query vectors of a row block with interleaved heads
 
 // Thresholds for the longest sequence that the block tables allow, in keys:
 //
@@ -72,8 +72,8 @@ int mma_keys(const Problem& problem, int blocks) {
 
 // Number of KV heads that the warps of a CTA read interleaved with mma tiles, a head a warp, so that lines that
 // neighbouring heads share are read at the same time. Returns the number with the fewest lines read twice. At most
-// kMaxRowsAbreast query vectors, because a CTA may publish all of them as a partial result.
-int heads_abreast(const Problem& problem, int max_heads, int queries) {
+// kMaxInterleavedRows query vectors, because a CTA may publish all of them as a partial result.
+int best_interleaved_heads(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
   // With two blocks and a split q it is slower if heads share half lines (d = 96, measured).
   const bool pays = exact_query(problem) || queries <= 8 || row % 64 != 0;
@@ -88,7 +88,7 @@ int heads_abreast(const Problem& problem, int max_heads, int queries) {
   };
   int best = 1;
   for (int heads = 2; rows && pays && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 &&
-                      heads * queries <= kMaxRowsAbreast;
+                      heads * queries <= kMaxInterleavedRows;
        heads *= 2)
     if (lines_of(heads) < lines_of(best)) best = heads;
   return best;
@@ -98,7 +98,7 @@ int heads_abreast(const Problem& problem, int max_heads, int queries) {
 void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
   const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
   Schedule& schedule = p.schedule;
-  int lanes = 1, heads = 1, queries = 1, tile = 1, abreast = 1;
+  int lanes = 1, heads = 1, queries = 1, tile = 1, interleaved_heads = 1;
   switch (tile_kind(problem)) {
     case TileKind::dimension_major:
       while (lanes * 8 * elements < p.query.d) lanes *= 2;
@@ -112,10 +112,10 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
       tile = mma_keys(problem, mma_blocks);
-      heads = abreast = heads_abreast(problem, max_heads, queries);
+      heads = interleaved_heads = best_interleaved_heads(problem, max_heads, queries);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
-  schedule.abreast = abreast;
+  schedule.interleaved_heads = interleaved_heads;
   schedule.pairs = heads * queries * p.query.half;
   schedule.pieces = (schedule.pairs.value + 63) / 64;
   schedule.passes = (rows + queries - 1) / queries;
@@ -300,8 +300,8 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   Schedule& schedule = p.schedule;
   int warps = kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;
-  warps -= warps % schedule.abreast.value;
-  schedule.shares = warps / schedule.abreast.value;
+  warps -= warps % schedule.interleaved_heads.value;
+  schedule.shares = warps / schedule.interleaved_heads.value;
   schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
   schedule.merge_groups = std::max(1, warps / schedule.pieces.value);
   schedule.partition_by_warp = p.query.b <= 64;

@@ -18,7 +18,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
   using Type = T;
   using Stage = CudaCoreStage<8, 0>;
   using Partial = WarpPartial<256, 1>;
-  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
+  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kInterleavesHeads = false;
   static constexpr int kLaneBytes = 16;  // from one lane's chunks to the next one's
   static constexpr int kLaneChunks = 8;
   static constexpr uint32_t kOffsetV = Stage::kOffsetV;

@@ -38,7 +38,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kVectors, kTheKeys>,
   static constexpr int kHeld = kVectors;      // vectors of the row block's next queries that a lane holds
   using Stage = CudaCoreStage<kRows, kFused ? kRows : 0>;
   using Partial = WarpPartial<256 * kVectors, kMaxJoinedHeads>;
-  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
+  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kInterleavesHeads = false;
   static constexpr int kLaneBytes = kPacked ? 0 : 16;  // from one lane's chunks to the next one's
   static constexpr int kKeysOfLookup = kKeys;  // a lane's keys share a page, because the first is a multiple of kKeys
 

@@ -76,7 +76,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Results = WarpPartial<kRows * kD, kRows>;
   struct alignas(128) Partial : Results {};  // before the first tile, holds q in the layout of a stage's keys
 
-  static constexpr bool kAbreast = true;
+  static constexpr bool kInterleavesHeads = true;
   int head = 0;
   // For two blocks with a split q, the low parts follow the high parts.
   uint32_t q[!kHoldsQuery ? 1 : kExactQuery ? kD / 16 : kD / 16 * kBlocks][kExactQuery ? 2 * kBlocks : 4];

@@ -95,10 +95,10 @@ concept WarpTile = requires(Tile tile, const Tile& done, const WarpTileArguments
   { Tile::kRegistersAreScarce } -> std::convertible_to<bool>;  // kernels keep rarely used values distributed over lanes
   { Tile::kLaneBytes } -> std::convertible_to<int>;     // from one lane's first chunk in a stage to the next lane's
   { Tile::kKeysOfLookup } -> std::convertible_to<int>;  // consecutive keys that share a page
-  { Tile::kAbreast } -> std::convertible_to<bool>;      // the kernel sets `head`, the same for all lanes
-  { tile.first_key } -> std::convertible_to<int>;       // the lane's first key in a tile
-  { tile.head } -> std::convertible_to<int>;            // the lane's KV head in a row block
-  { tile.row } -> std::convertible_to<int>;             // the lane's query in a row block
+  { Tile::kInterleavesHeads } -> std::convertible_to<bool>;  // the kernel sets `head`, the same for all lanes
+  { tile.first_key } -> std::convertible_to<int>;            // the lane's first key in a tile
+  { tile.head } -> std::convertible_to<int>;                 // the lane's KV head in a row block
+  { tile.row } -> std::convertible_to<int>;                  // the lane's query in a row block
   { done.copy_source(a.p, a.vector) } -> std::same_as<CopySource>;
   // locate() is called once before a tile is copied. copy() starts the copies of a part of the tile into a stage.
   done.locate(a.p, a.source, a.found);
