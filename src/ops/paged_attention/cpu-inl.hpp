@@ -24,7 +24,7 @@ using Tag8 = hn::CappedTag<float, 8>;
 using Tag4 = hn::CappedTag<float, 4>;
 constexpr std::int64_t kLanes = 8;   // partial sums of an element of acc in layout vllm
 constexpr std::int64_t kTokens = 4;  // tokens that share each load of q or acc
-constexpr std::int64_t kAheadBytes = 4096;
+constexpr std::int64_t kPrefetchBytes = 4096;
 
 // Prefetches the vectors `bytes` ahead of the vectors being read, in memory order; beyond the run's end, the vectors of
 // the next run. Without it, reads that alternate with arithmetic keep too few lines in flight.
@@ -237,7 +237,7 @@ HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const RowGroup& rows, 
 template <class T>
 HWY_INLINE void ScoreHeads(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   const CacheStrides& s = run.strides;
-  Prefetcher<T> prefetch(run, kAheadBytes);
+  Prefetcher<T> prefetch(run, kPrefetchBytes);
   for (std::int64_t t = 0; t < run.tokens; ++t) {
     for (std::int64_t head = 0; head < run.heads; head += 4) {
       const std::int64_t left = run.heads - head;  // repeats the last head if there are fewer than four
@@ -260,7 +260,7 @@ HWY_INLINE void AddHeads(const Run<T>& run, const RowGroup& rows, const float* p
   const Tag8 d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t size = run.d;
-  Prefetcher<T> prefetch(run, kAheadBytes);
+  Prefetcher<T> prefetch(run, kPrefetchBytes);
   for (std::int64_t t = 0; t < run.tokens; ++t) {
     for (std::int64_t head = 0; head < run.heads; ++head) {
       prefetch(1);
@@ -280,7 +280,7 @@ HWY_INLINE void ForEachTokenBlock(const Run<T>& run, Body body) {
   const std::int64_t block = heads_inside ? kTokens : run.tokens;
   const std::int64_t block_bytes =
       heads_inside ? kTokens * run.heads * run.d * static_cast<std::int64_t>(sizeof(T)) : 0;
-  Prefetcher<T> prefetch(run, HWY_MAX(block_bytes, kAheadBytes));
+  Prefetcher<T> prefetch(run, HWY_MAX(block_bytes, kPrefetchBytes));
   for (std::int64_t first = 0; first < run.tokens; first += block) {
     for (std::int64_t head = 0; head < run.heads; ++head) {
       for (std::int64_t t = first; t < HWY_MIN(first + block, run.tokens); t += kTokens) {

@@ -10,7 +10,7 @@
 // Bound     up to 128 columns: memory. A step has 18,432 B of weights and scales, which take 690 cycles at a
 //           multiprocessor's part of 7.2 TB/s. Its four products take 136 (8 columns) to 256 cycles (128 columns).
 //           Pair: copies from L2, 32,768 B of codes a step and CTA, 655 cycles at 50 B each; products take 512
-// Roles     warps 0-3   scales     a thread loads a row of weights' scales, and words of four scales of x, kAhead steps
+// Roles     warps 0-3   scales     a thread loads a row of weights' scales, and words of four scales of x, kPrefetchDistance steps
 //                                  ahead into registers. It stores them in the order that tcgen05.cp reads
 //                       epilogue   the same warps, after the last product
 //           warp 4      producer   boxes of codes, by TMA
@@ -42,7 +42,7 @@ struct BlockScaledConfig {
   static constexpr int kOwnColumns = kColumns / kCtaGroup;  // columns of x whose codes a CTA holds
   static constexpr int kTileRows = kRows * kCtaGroup;
   static constexpr int kMaxRanks = 8 / kCtaGroup;  // ranks that split K: a cluster has at most eight CTAs
-  static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kAhead = 4;
+  static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kPrefetchDistance = 4;
   static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // CTAs of a multiprocessor
   static constexpr int kScaleWarps = 4, kScaleThreads = 32 * kScaleWarps;
   static constexpr int kProducerWarp = 4, kIssuerWarp = 5, kThreads = 192;
@@ -242,14 +242,14 @@ template <int kColumns, class T>
 HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
-  constexpr int kAhead = Config::kAhead;
+  constexpr int kPrefetchDistance = Config::kPrefetchDistance;
   const ScaleSource<kColumns> from(p, work);
-  StepScales<kColumns> ahead[kAhead];
+  StepScales<kColumns> ahead[kPrefetchDistance];
   HOPWELL_UNROLL
-  for (int i = 0; i < kAhead; ++i) ahead[i] = load_step(from, work.step(i));
-  for (int first = 0; first < work.count; first += kAhead) {
+  for (int i = 0; i < kPrefetchDistance; ++i) ahead[i] = load_step(from, work.step(i));
+  for (int first = 0; first < work.count; first += kPrefetchDistance) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetchDistance; ++i) {
       if (first + i >= work.count) break;
       const tile::RingSlot slot{s.ring, first + i};
       slot.wait_empty();
@@ -261,7 +261,7 @@ HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStor
       arch::fence_proxy_async();
       arch::syncwarp();
       if (arch::lane_index() == 0) tell_issuer<kColumns>(slot);
-      ahead[i] = load_step(from, work.step(first + i + kAhead));
+      ahead[i] = load_step(from, work.step(first + i + kPrefetchDistance));
     }
   }
 }

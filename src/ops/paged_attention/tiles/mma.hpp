@@ -70,7 +70,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   static constexpr bool kRegistersAreScarce = kExactQuery && kD * kBlocks >= 256;
   // fp16 cannot represent small probabilities, so they are multiplied by 2^14. With the threshold they stay below 2^15.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
-  static constexpr float kSlack =
+  static constexpr float kRescaleThreshold =
       std::is_same_v<T, fp16> ? 1 : 8;  // rescale threshold: a logit may exceed the maximum by this
 
   using Results = WarpPartial<kRows * kD, kRows>;
@@ -200,14 +200,14 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   // are in flight at the same time.
   HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, bool with_u,
                                    arch::Words4* chunks) const {
-    constexpr int kAtOnce = 32 / kChunks;  // rows
+    constexpr int kRowsPerLoad = 32 / kChunks;  // rows
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     const auto* u = static_cast<const uint16_t*>(p.query.u) + 8 * chunk;
-    RawElements q_raw[kRows / kAtOnce];
-    arch::Words4 u_raw[kRows / kAtOnce];
+    RawElements q_raw[kRows / kRowsPerLoad];
+    arch::Words4 u_raw[kRows / kRowsPerLoad];
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i) {
-      const int of_row = i * kAtOnce + lane / kChunks;
+    for (int i = 0; i < kRows / kRowsPerLoad; ++i) {
+      const int of_row = i * kRowsPerLoad + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
       if (of_row < p.schedule.queries) q_raw[i] = load_q<T, 8>(p, other, 8 * chunk);
@@ -216,8 +216,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         u_raw[i] = arch::load_vector<arch::Words4>(u + other.head * p.query.u_stride);
     }
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i) {
-      const int of_row = i * kAtOnce + lane / kChunks;
+    for (int i = 0; i < kRows / kRowsPerLoad; ++i) {
+      const int of_row = i * kRowsPerLoad + lane / kChunks;
       chunks[chunk_index(of_row, chunk)] = u_raw[i], chunks[chunk_index(of_row + kRows, chunk)] = q_raw[i].half[0];
     }
   }
@@ -303,7 +303,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   HOPWELL_DEVICE float base_of(int b) const {
     return softmax[b].maximum == -INFINITY ? 0 : softmax[b].maximum - kShift;
   }
-  HOPWELL_DEVICE float limit_of(int b) const { return softmax[b].maximum == -INFINITY ? -INFINITY : kSlack + kShift; }
+  HOPWELL_DEVICE float limit_of(int b) const {
+    return softmax[b].maximum == -INFINITY ? -INFINITY : kRescaleThreshold + kShift;
+  }
   // Product of key e % 2 of the lane's keys of eight with the query of block e / 2. Adds the two parts of a split q.
   HOPWELL_DEVICE float product_of(const float (&s)[4], int e) const {
     if constexpr (kExactQuery) return s[e];
