@@ -28,8 +28,8 @@ struct QuantizeParams {
   uint8_t* codes;
   hopwell::nvfp4::Scales scales;
   float* global_scale;
-  const float* given_pointer;  // the global, or null
-  float given_value;           // the global if there is no pointer; 0: it comes from x
+  const float* global_pointer;  // the global, or null
+  float global_value;           // the global if there is no pointer; 0: it comes from x
   uint32_t* amax;  // bits of the largest |x| that each CTA of nvfp4_quantize_amax found; null if the global is given
   int64_t x_stride, codes_stride;
   RowItems blocks, items;  // blocks of x; items of one or two blocks, including padding of the scales
@@ -103,8 +103,8 @@ HOPWELL_DEVICE float global_from(uint32_t amax_bits) {
 // The global scale, given or computed from x, in every thread.
 template <class T>
 HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
-  if (p.given_pointer) return *p.given_pointer;
-  if (p.given_value != 0) return p.given_value;
+  if (p.global_pointer) return *p.global_pointer;
+  if (p.global_value != 0) return p.global_value;
   uint32_t amax = 0;
   for (int i = arch::thread_index(); i < p.partials; i += QuantizeConfig::kThreads)
     amax = p.amax[i] > amax ? p.amax[i] : amax;
