@@ -45,7 +45,7 @@ struct BlockScaledConfig {
   static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kPrefetchDistance = 4;
   static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // CTAs of a multiprocessor
   static constexpr int kScaleWarps = 4, kScaleThreads = 32 * kScaleWarps;
-  static constexpr int kProducerWarp = 4, kIssuerWarp = 5, kThreads = 192;
+  static constexpr int kProducerWarp = 4, kMmaWarp = 5, kThreads = 192;
   static constexpr int kWords = kK / 64;                      // words of four scales, of a row and step
   static constexpr int kScaleTiles = (kColumns + 127) / 128;  // ScaleTiles of x for 64 of K
   static constexpr int kWordsOfX = (kColumns * kWords + kScaleThreads - 1) / kScaleThreads;  // a thread's
@@ -231,7 +231,7 @@ HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, int stage, cons
 
 /// Arrives at the issuer's barrier: a stage's scales are stored, and in a pair its codes have arrived.
 template <int kColumns, class Slot>
-HOPWELL_DEVICE void tell_issuer(const Slot& slot) {
+HOPWELL_DEVICE void arrive_at_mma(const Slot& slot) {
   if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
     arch::mbarrier_arrive(slot.full());
   else
@@ -260,7 +260,7 @@ HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStor
       if (negative) apply_signs(s, slot.stage(), ahead[i], work.half);
       arch::fence_proxy_async();
       arch::syncwarp();
-      if (arch::lane_index() == 0) tell_issuer<kColumns>(slot);
+      if (arch::lane_index() == 0) arrive_at_mma<kColumns>(slot);
       ahead[i] = load_step(from, work.step(first + i + kPrefetchDistance));
     }
   }
@@ -387,7 +387,7 @@ HOPWELL_DEVICE void store_tile(const BlockScaledParams<T>& p, const BlockScaledS
 
 /// Sends this CTA's sums to the CTAs that add them. The chunks belong to the ranks alternately.
 template <int kColumns>
-HOPWELL_DEVICE void give_sums(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
+HOPWELL_DEVICE void send_sums(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
   for (int chunk = 0; 8 * chunk < work.columns && chunk < kColumns / 8; ++chunk) {
     SumsOfChunk sums;
@@ -437,7 +437,7 @@ HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
     tile::init_barriers(1, s.codes_full, s.done);
     arch::fence_mbarrier_init();  // kept: PTX requires this fence for barriers; the fence below is for the zeros
   }
-  if (warp == Config::kIssuerWarp) s.tmem.allocate();
+  if (warp == Config::kMmaWarp) s.tmem.allocate();
   if (kColumns % 128 != 0) {  // tcgen05.cp also copies scales of columns beyond the tile
     auto* const words = reinterpret_cast<uint32_t*>(s.scale_x);
     for (int i = arch::thread_index(); i < int(sizeof(s.scale_x) / 4); i += Config::kThreads) words[i] = 0;
@@ -454,7 +454,7 @@ HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStor
     if (has_sums) store_tile(p, s, work);
   } else {
     arch::cluster_sync();  // all products have read their codes, so sums may overwrite them
-    if (has_sums) give_sums(s, work);
+    if (has_sums) send_sums(s, work);
     arch::cluster_sync();
     if (has_sums) add_sums(p, s, work);
   }
@@ -495,7 +495,7 @@ __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockSc
   }
   arch::syncwarp();  // kept: a lane branched off
   store_results(p, s, work, warp < Config::kScaleWarps);
-  if (warp == Config::kIssuerWarp) s.tmem.free();
+  if (warp == Config::kMmaWarp) s.tmem.free();
 #endif
 }
 
