@@ -71,7 +71,7 @@ std::vector<Call> calls() {
           {.lengths = skewed},
           {.lengths = lengths(7, 8192), .h_kv = 2, .d = 128},              // mma
           {.lengths = lengths(20, 8192), .h_q = 24, .h_kv = 2, .d = 128},  // of two blocks
-          {.lengths = lengths(9, 8192), .h_q = 24, .h_kv = 4, .d = 80},    // of four heads interleaved_heads
+          {.lengths = lengths(9, 8192), .h_q = 24, .h_kv = 4, .d = 80},    // four interleaved heads
           {.lengths = lengths(64, 300), .q_len = 3, .h_q = 32, .h_kv = 4, .window = 100},
           {.lengths = lengths(65, 300), .layout = HOPWELL_CACHE_VLLM},
           {.lengths = lengths(700, 90), .h_q = 8, .h_kv = 8, .d = 192, .layout = HOPWELL_CACHE_VLLM},
@@ -152,7 +152,7 @@ TEST(PagedAttentionPlan, LanesHaveRoomForARow) {
       EXPECT_GE(room, d);
       EXPECT_GT(2 * d, room) << d;                             // a power of two at the worst
       EXPECT_EQ(shape.vectors == 1, (d & (d - 1)) == 0) << d;  // other rows are packed
-      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no index of all lanes is empty: packed rows end in the last one
+      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no vector of all lanes is empty: packed rows end in the last one
       EXPECT_EQ(shape.lanes & (shape.lanes - 1), 0);
       EXPECT_LE(shape.keys, shape.lanes);  // so that each lane ends up with the logit of one key
     }

@@ -14,10 +14,10 @@
 //                                  ahead into registers. It stores them in the order that tcgen05.cp reads
 //                       epilogue   the same warps, after the last product
 //           warp 4      producer   boxes of codes, by TMA
-//           warp 5      issuer     for every 64 of K: copies of scales to tensor memory, one product
+//           warp 5      mma        for every 64 of K: copies of scales to tensor memory, one product
 // Timeline  producer │ w 0 x 0 │ w 1 x 1 │ … as stages are free
 //           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …    (pair: also waits for codes)
-//           issuer   │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
+//           mma      │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
 //           epilogue │ one rank: tensor memory → y
 //                    │ several: barrier │ chunks of 8 columns to their ranks, over the codes │ barrier │ add rank by rank → y
 // Budget    shared, a stage: 16,384 + 2,048 of weights, 128 a column of x, 2,048 for every 128 columns:
@@ -229,7 +229,7 @@ HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, int stage, cons
   }
 }
 
-/// Arrives at the issuer's barrier: a stage's scales are stored, and in a pair its codes have arrived.
+/// Arrives at the barrier of the mma warp: a stage's scales are stored, and in a pair its codes have arrived.
 template <int kColumns, class Slot>
 HOPWELL_DEVICE void arrive_at_mma(const Slot& slot) {
   if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
@@ -255,7 +255,7 @@ HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStor
       slot.wait_empty();
       store_step(s, slot.stage(), ahead[i]);
       const bool negative = any_negative(ahead[i]);
-      // The issuer of a pair cannot wait for the other CTA's codes, so these threads wait for codes before they arrive.
+      // The mma warp of a pair cannot wait for the other CTA's codes, so these threads wait for codes before they arrive.
       if (Config::kCtaGroup == 2 || negative) arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
       if (negative) apply_signs(s, slot.stage(), ahead[i], work.half);
       arch::fence_proxy_async();
