@@ -106,7 +106,7 @@ void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace
 // Maximum difference of a result from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|)
 // + slack, and the output passes if ||x - ref|| <= norm * ||ref|| + ||slack||. slack = cancelling * (the same sum with
 // absolute values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values
-// only. At least one of norm, absolute and exact must be set; a default-constructed tolerance is rejected.
+// only. norm, absolute or exact must be set; a default-constructed tolerance is rejected.
 struct Tolerance {
   double norm = std::numeric_limits<double>::infinity();
   double absolute = std::numeric_limits<double>::infinity(), relative = 0;

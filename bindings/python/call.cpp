@@ -9,8 +9,8 @@
 
 namespace hopwell::python {
 
-// DLPack 1.2, dlpack.h: DLManagedTensorVersioned and DLPackExchangeAPI. Only what is used here has its type; the Debian
-// header is older than they.
+// DLPack 1.2, dlpack.h: DLManagedTensorVersioned and DLPackExchangeAPI. Debian's header is older. Members that are not
+// used here have no exact type.
 struct ManagedTensor {
   std::uint32_t major, minor;
   void* context;
@@ -53,7 +53,7 @@ nb::object attribute(nb::handle object, PyObject* name) {
   return value;
 }
 
-// What is known of arrays by their type.
+// Properties of arrays that follow from their type.
 struct ArrayType {
   nb::handle type;  // a strong reference
   const ExchangeApi* api;
@@ -75,7 +75,7 @@ ArrayType inspected(nb::handle type) {
 
 // Calls have arrays of few types, such as torch's Tensor and Parameter: the last four are remembered.
 ArrayType type_of(nb::handle array) {
-  static std::array<ArrayType, 4> known{};  // guarded, like what follows, by the global lock
+  static std::array<ArrayType, 4> known{};  // guarded by the global lock, like `oldest`
   static std::size_t oldest = 0;
   for (const ArrayType& one : known)
     if (one.type.is(array.type())) return one;
@@ -125,7 +125,7 @@ DLDataType ml_dtype(nb::handle numpy_dtype) {
       const nb::object dtype = nb::module_::import_("numpy").attr("dtype"), types = nb::module_::import_("ml_dtypes");
       made->push_back({dtype(types.attr("bfloat16")), {kDLBfloat, 16, 1}});
       made->push_back({dtype(types.attr("float8_e4m3fn")), {kDlpackFloat8E4m3fn, 8, 1}});
-    } catch (nb::python_error&) {  // ml_dtypes is not installed: nobody can have its arrays
+    } catch (nb::python_error&) {  // ml_dtypes is not installed, so no array has its types
     }
     return made;
   }();
@@ -288,8 +288,7 @@ Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& ap
   return tensor_of(t);
 }
 
-// What a tensor's memory does not show: whether it takes part in a derivative, and whether it stands for the negatives
-// of what is stored.
+// Checks properties that a tensor's memory does not show: whether it requires grad, and whether its negative bit is set.
 void Call::check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad) {
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
@@ -364,8 +363,8 @@ static void free_managed(Managed* tensor) {
   if (tensor->deleter != nullptr) tensor->deleter(tensor);
 }
 
-// The managed tensor of a capsule, which the call owns from now on: DLPack's protocol is that a capsule is taken once, and
-// renamed, so that its own destructor does nothing.
+// The managed tensor of a capsule, which the call owns from now on: DLPack's protocol is that a capsule is taken once,
+// and renamed, so that its own destructor does nothing.
 template <class Managed>
 const Managed& Call::taken(nb::handle capsule, const char* used_name) {
   auto* const tensor = static_cast<Managed*>(PyCapsule_GetPointer(capsule.ptr(), PyCapsule_GetName(capsule.ptr())));
@@ -400,8 +399,7 @@ Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
 }
 
 float Call::real(const char* name, nb::handle value) const {
-  const runtime::DefaultFloatMode
-      mode;  // both conversions follow it: that of numpy's fp32 to a double, and that to fp32
+  const runtime::DefaultFloatMode mode;  // both conversions use it: numpy's fp32 to double, and double to fp32
   const double number = PyFloat_AsDouble(value.ptr());
   if (number == -1 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();

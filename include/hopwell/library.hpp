@@ -21,7 +21,7 @@ HOPWELL_API std::vector<std::string> backends();
 /// The same of those that have a kernel for the operator; an operator that there is not is an Error.
 HOPWELL_API std::vector<std::string> backends(std::string_view operator_name);
 
-/// One entry a backend the library knows, present or not: {name, what it needs, "" or why it cannot run here}.
+/// One entry a backend the library knows, present or not: {name, requirements, "" or why it cannot run here}.
 struct BackendInfo {
   std::string name, needs, missing;
 };

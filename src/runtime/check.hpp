@@ -152,7 +152,7 @@ class Checker {
 std::string to_string(const DLDevice& device);  // "cpu", "cuda:0"
 
 // Whether a tensor has a valid number of dimensions, at most the largest supported number, and their sizes. Code that
-// reads sizes before one of the checks above must call this first.
+// reads sizes before a check above must call this first.
 bool has_sizes(const DLTensor& tensor);
 std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"; for any tensor, with or without sizes
 

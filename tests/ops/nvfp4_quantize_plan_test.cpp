@@ -79,11 +79,11 @@ TEST(Nvfp4QuantizePlan, OnePassNeedsSharedMemoryAndX) {
 
 TEST(Nvfp4QuantizePlan, OnePassWhereTheEmulatorRunsAllCtasTogether) {
   QuantizeProblem p = problem(270, 1024);
-  p.device.location = {kDLCPU, 0};
+  p.device.concurrent_ctas = false;
   p.device.sms = 4;
   EXPECT_TRUE(takes_one_pass(p));
   p = problem(4096, 4096);
-  p.device.location = {kDLCPU, 0};
+  p.device.concurrent_ctas = false;
   EXPECT_FALSE(takes_one_pass(p));
 }
 

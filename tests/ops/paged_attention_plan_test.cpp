@@ -71,7 +71,7 @@ std::vector<Call> calls() {
           {.lengths = skewed},
           {.lengths = lengths(7, 8192), .h_kv = 2, .d = 128},              // mma
           {.lengths = lengths(20, 8192), .h_q = 24, .h_kv = 2, .d = 128},  // of two blocks
-          {.lengths = lengths(9, 8192), .h_q = 24, .h_kv = 4, .d = 80},    // of four heads abreast
+          {.lengths = lengths(9, 8192), .h_q = 24, .h_kv = 4, .d = 80},    // four interleaved heads
           {.lengths = lengths(64, 300), .q_len = 3, .h_q = 32, .h_kv = 4, .window = 100},
           {.lengths = lengths(65, 300), .layout = HOPWELL_CACHE_VLLM},
           {.lengths = lengths(700, 90), .h_q = 8, .h_kv = 8, .d = 192, .layout = HOPWELL_CACHE_VLLM},
@@ -148,11 +148,11 @@ TEST(PagedAttentionPlan, LanesHaveRoomForARow) {
     for (std::int64_t d = 32; d <= 256; d += 8) {
       Call call{.lengths = {1000}, .d = d, .dtype = dtype};
       const KeyMajorShape shape = key_major_shape(problem_of(call, 132));
-      const std::int64_t room = std::int64_t{shape.lanes} * shape.octets * 8;
+      const std::int64_t room = std::int64_t{shape.lanes} * shape.vectors * 8;
       EXPECT_GE(room, d);
-      EXPECT_GT(2 * d, room) << d;                            // a power of two at the worst
-      EXPECT_EQ(shape.octets == 1, (d & (d - 1)) == 0) << d;  // other rows are packed
-      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no octet of all lanes is empty: packed rows end in the last one
+      EXPECT_GT(2 * d, room) << d;                             // a power of two at the worst
+      EXPECT_EQ(shape.vectors == 1, (d & (d - 1)) == 0) << d;  // other rows are packed
+      EXPECT_GT(d, room - 8 * shape.lanes) << d;  // no vector of all lanes is empty: packed rows end in the last one
       EXPECT_EQ(shape.lanes & (shape.lanes - 1), 0);
       EXPECT_LE(shape.keys, shape.lanes);  // so that each lane ends up with the logit of one key
     }
@@ -213,28 +213,28 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
 }
 
 // Lines of 128 bytes that neighbouring heads share are asked for by warps that walk side by side.
-TEST(PagedAttentionPlan, HeadsThatShareLinesAreWalkedAbreast) {
-  const auto abreast = [](std::int64_t d, std::int64_t group, std::int64_t h_kv = 8, std::size_t shared_bytes = 232448,
-                          bool with_u = false) {
+TEST(PagedAttentionPlan, HeadsThatShareLinesAreInterleaved) {
+  const auto interleaved_heads = [](std::int64_t d, std::int64_t group, std::int64_t h_kv = 8,
+                                    std::size_t shared_bytes = 232448, bool with_u = false) {
     Call call{.lengths = {100}, .h_q = h_kv * group, .h_kv = h_kv, .d = d};
     Problem problem = problem_of(call, 132, 1 << 15);
     problem.device.shared_bytes = shared_bytes, problem.pos_bias_u.present = with_u;
     const Params p = plan_split(problem, kShared);
-    EXPECT_EQ(p.schedule.heads.value, p.schedule.abreast.value);
-    EXPECT_EQ(p.schedule.shares * p.schedule.abreast, p.schedule.warps);
+    EXPECT_EQ(p.schedule.heads.value, p.schedule.interleaved_heads.value);
+    EXPECT_EQ(p.schedule.shares * p.schedule.interleaved_heads, p.schedule.warps);
     EXPECT_EQ(p.schedule.pairs.value, p.schedule.heads * p.schedule.queries * int(d) / 2);
-    return p.schedule.abreast.value;
+    return p.schedule.interleaved_heads.value;
   };
-  for (const std::int64_t d : {64, 128, 192, 256}) EXPECT_EQ(abreast(d, 4), 1) << d;
-  for (const std::int64_t d : {32, 96, 160, 224}) EXPECT_EQ(abreast(d, 4), 2) << d;
-  EXPECT_EQ(abreast(80, 4), 4);
-  EXPECT_EQ(abreast(80, 12), 2);  // four would have 48 query vectors
-  EXPECT_EQ(abreast(80, 4, 8, 99 * 1024), 2);
-  EXPECT_EQ(abreast(96, 4, 3), 1);
-  EXPECT_EQ(abreast(96, 12), 2);
-  EXPECT_EQ(abreast(96, 12, 8, 232448, true), 1);  // but not q in two parts of two blocks
-  EXPECT_EQ(abreast(96, 4, 8, 232448, true), 2);
-  EXPECT_EQ(abreast(80, 12, 8, 232448, true), 2);
+  for (const std::int64_t d : {64, 128, 192, 256}) EXPECT_EQ(interleaved_heads(d, 4), 1) << d;
+  for (const std::int64_t d : {32, 96, 160, 224}) EXPECT_EQ(interleaved_heads(d, 4), 2) << d;
+  EXPECT_EQ(interleaved_heads(80, 4), 4);
+  EXPECT_EQ(interleaved_heads(80, 12), 2);  // four would have 48 query vectors
+  EXPECT_EQ(interleaved_heads(80, 4, 8, 99 * 1024), 2);
+  EXPECT_EQ(interleaved_heads(96, 4, 3), 1);
+  EXPECT_EQ(interleaved_heads(96, 12), 2);
+  EXPECT_EQ(interleaved_heads(96, 12, 8, 232448, true), 1);  // but not q in two parts of two blocks
+  EXPECT_EQ(interleaved_heads(96, 4, 8, 232448, true), 2);
+  EXPECT_EQ(interleaved_heads(80, 12, 8, 232448, true), 2);
 }
 
 // Some tiles of mma are for q without low parts, which they load by words.

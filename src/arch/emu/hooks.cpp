@@ -1,5 +1,5 @@
-// What a compiler inserts for -fsanitize=thread. Kernel files are compiled with that flag but not linked with its
-// runtime: these functions take its place, and so the emulator sees every ordinary access to shared memory.
+// Functions that a compiler calls with -fsanitize=thread. Kernel files are compiled with that flag but not linked with
+// its runtime. These functions replace the runtime, so the emulator sees every ordinary access to shared memory.
 #include <algorithm>
 #include <cstdint>
 
@@ -47,8 +47,8 @@ inline void access(const void* pointer, size_t bytes, bool write, const void* re
     watched_access(pointer, bytes, write, return_address);
 }
 
-// Local variables are registers on a GPU, so accesses to the stack are not checked. The compiler calls the hook for n bytes
-// if the type is aligned to n bytes, but to 8 for 16 bytes. arch::load_vector() and store_vector() check all 16.
+// Local variables are registers on a GPU, so accesses to the stack are not checked. The compiler calls the hook for n
+// bytes if the type is aligned to n bytes, but to 8 for 16 bytes. arch::load_vector() and store_vector() check all 16.
 __attribute__((noinline)) void misaligned_access(const void* pointer, size_t bytes, bool write,
                                                  const void* return_address) {
   Thread* const thread = current;

@@ -1,5 +1,6 @@
 // The emulated machine: one cluster of CTAs at a time, its threads, barriers and memories, and the scheduler.
-// Internal to the emulator; kernels see only arch functions, which call what sm80.hpp, sm90.hpp and sm100.hpp beside this declare.
+// Internal to the emulator; kernels see only arch functions, which call what sm80.hpp, sm90.hpp and sm100.hpp beside
+// this declare.
 #pragma once
 
 #include <array>
@@ -58,7 +59,7 @@ struct Cta;
 /// Thrown to end a launch from the scheduler's own stack.
 struct Stopped {};
 
-/// One queued asynchronous operation. Operations with an owner belong to one of its commit groups.
+/// A queued asynchronous operation. If it has an owner, it belongs to a commit group of the owner.
 struct Operation {
   std::function<void()> perform;
   uint64_t group = 0;
@@ -117,7 +118,7 @@ struct Thread {
 
   const char* instruction = "";  // what runs now, for findings
   SiteId site = 0;
-  const char* waits_for = "";  // what it is blocked on
+  const char* waits_for = "";  // the object that blocks it
   uint32_t wait_address = 0;
   int wait_parity = -1;
   std::vector<NextPhase> next_phases;
@@ -169,9 +170,9 @@ struct Rendezvous {
   std::array<void*, 128> argument{};
 };
 
-/// What all threads of a warp or warpgroup know, by agent. It only grows, so what was found for one operation holds for later ones:
-/// it is found again where it does not suffice, at most once an operation, for neighbouring agents together, since an operand
-/// has mostly been written by many.
+/// Steps that all threads of a warp or warpgroup know, for each agent. Knowledge only grows, so a result computed for
+/// one operation is valid for later operations. If it does not suffice, it is computed again, at most once an
+/// operation, and for a block of neighbouring agents, because many agents write an operand.
 struct CommonKnowledge {
   struct Block {
     std::array<uint32_t, ClockBlock::kAgents> steps{};
@@ -197,7 +198,7 @@ struct Warpgroup {
   Warpgroup(Warpgroup&&) noexcept;
 };
 
-/// What a collector buffer of a tensor core holds: an operand that a product has left there.
+/// A collector buffer of a tensor core: an operand that a product has left there.
 struct Collector {
   uint64_t operand = 0;  // its matrix descriptor, or its address in tensor memory
   uint32_t form = 0;     // whether it is in tensor memory, its rows, its type and major-ness
@@ -230,7 +231,7 @@ struct Cta {
   std::vector<TensorCell> tmem_shadow;
   uint32_t tmem_used = 0;  // bit i: columns [32 i, 32 i + 32)
   bool tmem_relinquished = false;
-  Epoch tmem_allocation;  // the last one, for the report of what was not freed
+  Epoch tmem_allocation;  // the last allocation, for the report of memory that was not freed
   int cta_group = 0;      // of its tcgen05 instructions; 0: none so far
   std::vector<Thread*> tmem_waiters;
   int pair_request = -1;  // columns that this CTA's warp wants in a cta_group::2 allocation
@@ -240,8 +241,8 @@ struct Cta {
   int last_collector = -1;              // b0 to b3 of the last product, if that was .ws; for the model of time
 };
 
-/// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together, of whom the least
-/// informed decides.
+/// The threads that must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup. The
+/// thread that knows least decides.
 class Observer {
  public:
   explicit Observer(Thread& one) : first_(&one), members_(nullptr), count_(1), common_(nullptr) {}
@@ -315,14 +316,14 @@ class Machine {
   void submit(Operation op);                        // in any order
   void submit_tensor(uint32_t rank, Operation op);  // in order with the other operations of that tensor core
   void submit_group(Thread& t, GroupQueue& queue, Operation op);
-  void complete_groups(GroupQueue& queue, uint64_t before);  // carries out what a wait_group waits for
+  void complete_groups(GroupQueue& queue, uint64_t before);  // performs the operations that a wait_group waits for
   void schedule();
   [[noreturn]] void thread_main();
   void finish_cluster_barrier();  // if every thread that still runs has arrived
 
   // ---- agents and clocks ----
-  /// `remedy`: what a later access is missing if it is not ordered after one of this agent. `thread`, if there is one, ends
-  /// the description: it is put in words for a finding only.
+  /// `remedy`: the instruction that is missing if a later access is not ordered after an access of this agent. A
+  /// description ends with `thread`, if it is not null; its text is only made for a finding.
   AgentId new_agent(std::string description, const char* remedy, const Thread* thread = nullptr);
   void release(Thread& t, Knowledge& into) {
     if (options.check) {
@@ -330,9 +331,9 @@ class Machine {
       t.tick();
     }
   }
-  /// Says what may be overwritten, and publishes nothing. What threads have read or written only counts once one of their
-  /// fences has waited for it: an arrival without a release overtakes loads that are under way. What asynchronous
-  /// engines have done counts when this thread has waited for it.
+  /// Releases memory for overwriting, and publishes nothing. A thread's reads and writes count only after a fence of
+  /// this thread has waited for them, because an arrival without a release overtakes loads in flight. Accesses of
+  /// asynchronous engines count after this thread has waited for them.
   void release_freed(Thread& t, Knowledge& into) {
     if (options.check) {
       into.proxied.join(t.knows.proxied);
@@ -382,8 +383,8 @@ class Machine {
   void complete_transaction(uint32_t address, uint32_t step, uint32_t bytes);
 
   // ---- collectives (warp.inl) ----
-  /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all. Gives what that has put in the place of
-  /// this thread's argument.
+  /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all. Gives what that has put in
+  /// the place of this thread's argument.
   template <class Action>
   void* warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
   template <class Action>
@@ -454,8 +455,9 @@ class Machine {
   std::unordered_map<uint64_t, size_t> known_findings_;
 };
 
-/// Where the windows of this process have been, of all its host threads, or all addresses once somebody has counted work. The
-/// compiler's hooks look here first: most accesses are to a stack or to global memory, and finding the own machine costs more.
+/// Where the windows of this process have been, of all its host threads, or all addresses once somebody has counted
+/// work. The compiler's hooks look here first: most accesses are to a stack or to global memory, and finding the own
+/// machine costs more.
 struct Watched {
   std::atomic<uintptr_t> begin{UINTPTR_MAX}, end{0};
   void add(uintptr_t first, uintptr_t last) {
@@ -489,7 +491,7 @@ inline void enter(const char* instruction, const Site& site) {
 /// Enters a synchronisation instruction; true if mutation testing leaves it out.
 bool enter_synchronisation(const char* instruction, const Site& site);
 
-/// Adds to what the current thread's warp has asked for, if somebody counts.
+/// Adds to the counts of the current thread's warp, if the launch is counted.
 template <class Add>
 void count_work(Add add) {
   if (machine->work) add(machine->work->of(current->cta->rank, current->warp));

@@ -1,4 +1,4 @@
-// What a launch found, in words, with the source line of every access.
+// Findings of a launch as text, with the source line of every access.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ const char* name(Kind kind);
 
 struct Finding {
   Kind kind;
-  std::string text;  // one sentence: instruction, thread, CTA, and what was missing
+  std::string text;  // one sentence: instruction, thread, CTA, and the missing instruction
   CallSite where;    // the instruction that noticed
   CallSite other;    // the earlier access, if there is one
   uint64_t count = 1;
@@ -52,7 +52,7 @@ struct Report {
   Statistics statistics;
   bool clean() const { return findings.empty(); }
   bool has(Kind kind) const;
-  /// All findings, one a paragraph; "no findings\n" if there are none.
+  /// All findings, a paragraph each, or "no findings\n".
   std::string text() const;
 };
 
@@ -63,7 +63,7 @@ class SiteTable {
  public:
   SiteTable() : places_(1) {}
   SiteId intern(const Site& site) {
-    static_assert(sizeof site == sizeof(uintptr_t));  // it points to what the compiler has written down
+    static_assert(sizeof site == sizeof(uintptr_t));  // it points to data of the compiler
     const auto key = bit_cast<uintptr_t>(site);
     const Recent& slot = recent(key);
     return slot.key == key ? slot.id : find(key, {site.file_name(), site.line(), site.column(), 0});
@@ -87,8 +87,8 @@ class SiteTable {
       return (reinterpret_cast<uintptr_t>(p.file) ^ p.address * 0x9e3779b97f4a7c15u) + p.line * 0x85ebca6bu + p.column;
     }
   };
-  // Most lookups repeat: a direct-mapped cache in front of the map. A key is an address of constant data or of code; several may
-  // have one place.
+  // Most lookups repeat: a direct-mapped cache in front of the map. A key is an address of constant data or of code;
+  // several may have one place.
   struct Recent {
     uintptr_t key = 0;
     SiteId id = 0;

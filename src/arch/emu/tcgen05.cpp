@@ -376,8 +376,8 @@ void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& 
   Knowledge released;
   if (m.options.check) {
     ++current->tensor_step;
-    released = current->knows;  // a waiting thread learns what the operations were ordered after, but not the later
-                                // steps of this thread
+    released = current->knows;  // a waiting thread learns the accesses before the operations, but not this thread's
+                                // later steps
     released.ordered.forget(current->agent);
     released.proxied.forget(current->agent);
     current->tick();

@@ -66,8 +66,7 @@ void touch(const BoxWalk& walk, uint32_t shared, bool write) {
   });
 }
 
-// With .cta_group::2, each destination CTA's pair is signalled in the CTA whose parity equals that of the mbarrier's
-// CTA.
+// With .cta_group::2, each destination CTA's pair is signalled in the CTA with the parity of the mbarrier's CTA.
 uint32_t signalled(uint32_t mbarrier, uint32_t rank, int cta_group) {
   return in_rank(cta_group == 2 ? (rank & ~1u) | (rank_of(mbarrier) & 1) : rank, mbarrier);
 }

@@ -143,7 +143,7 @@ HOPWELL_DEVICE void tmem_wait_store([[maybe_unused]] Site site = Site::current()
 }
 
 /// tcgen05.fence::before_thread_sync / after_thread_sync: order tcgen05 operations before a barrier, and after one,
-/// with those of other threads. PTX: #tcgen05-special-sync-operations-fence
+/// with tcgen05 operations of other threads. PTX: #tcgen05-special-sync-operations-fence
 HOPWELL_DEVICE void tcgen05_fence_before_thread_sync([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

@@ -1,4 +1,4 @@
-// attention_distribution on GPUs, what comes before a kernel that goes through keys in order.
+// attention_distribution on GPUs: preprocessing for a kernel whose CTAs read keys in ascending or descending order.
 #pragma once
 
 #include "ops/attention_distribution/params.hpp"
@@ -18,7 +18,8 @@ struct OrderParams {
   int wave;            // queries that are worked on at a time
 };
 
-// A CTA for one query. Every other wave goes through keys in descending order: what the one before has read last, L2 has.
+// Sorts the keys of one query with one CTA. Every other wave has descending keys (serpentine order), because L2 still
+// holds the keys that the previous wave read last.
 __global__ void __launch_bounds__(tile::kOrderThreads, tile::kOrderCtas)
     order_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();

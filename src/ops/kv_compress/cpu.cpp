@@ -172,7 +172,7 @@ T* element(const View& view, std::int64_t row, std::int64_t column) {
   return view ? view.as<T>() + row * view.stride[0] + column : nullptr;
 }
 
-// The entries of a window: those of its own block first.
+// The entries of a window. The entries of its own block come first.
 template <class T, class MakeEntry>
 void list_entries(const Blocks& blocks, const Window& window, std::int64_t d, std::vector<Entry<T>>& entries,
                   MakeEntry make_entry) {

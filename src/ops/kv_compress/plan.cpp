@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::kv_compress {
-namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
+using tile::ceil_div;
 
 Shape shape_of(const Blocks& blocks, std::int64_t d) {
   const std::int64_t entries = blocks.ratio * (blocks.overlap ? 2 : 1), vectors = ceil_div(d, Config::kColumns);

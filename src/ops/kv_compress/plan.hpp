@@ -1,7 +1,7 @@
-// How kv_compress and its backward share out their work on a GPU. Plain data from a shape and a device.
+// Plan of kv_compress and its backward on a GPU: plain data, computed on the host from a shape and a device.
 //
-// vector   4 columns of a row: those of a thread
-// group    threads that have the same entries of a window; each takes up to 8 entries at a time
+// vector   the 4 columns of a row that a thread has
+// group    threads that have the same entries of a window; each processes up to 8 entries at a time
 // slab     vectors of neighbouring columns that a CTA has
 // strip    compressed keys that a CTA takes one after another in the backward
 #pragma once

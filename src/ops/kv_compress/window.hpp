@@ -3,7 +3,7 @@
 // Tile      slab vectors x rows x groups of threads: a thread has 4 columns of a window, and up to 8 of its entries
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
 //           groups > 1: the groups' results are combined in shared memory, in the order of the groups
-// Stages    entries are copied to shared memory asynchronously; each thread reads only what it has copied, so copies
+// Stages    entries are copied to shared memory asynchronously; each thread reads only its own copies, so copies
 //           need no barrier
 // Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; 32 registers of gates
 // Bound     memory
@@ -45,9 +45,9 @@ struct alignas(sizeof(T) * kColumns) Columns {
   }
 };
 
-// What a kernel is compiled for: the entries of a thread, and whether they are exact. If they are, the threads of a group
-// have exactly these entries, all rows are aligned, and a window with overlap has one group. Otherwise ratio and overlap
-// are read at run time, and a thread takes batches of entries.
+// Template parameters of a kernel: the entries of a thread, and whether they are exact. If they are, the threads of a
+// group have exactly these entries, all rows are aligned, and a window with overlap has one group. Otherwise ratio and
+// overlap are read at run time, and a thread processes batches of entries.
 template <int kEntries, bool kOverlap, bool kExact>
 struct Form {
   static constexpr int entries = kEntries;
@@ -81,8 +81,8 @@ struct Thread {
   }
 };
 
-// A thread's entries of one batch. A window's entries are numbered in the order of their tokens: with overlap, those of
-// the previous block come first.
+// A thread's entries of one batch. A window's entries are numbered in the order of their tokens: with overlap, the
+// entries of the previous block come first.
 template <class T, class F>
 struct Batch {
   const Operands<T>& p;
@@ -114,8 +114,8 @@ struct Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// A thread's entries of one batch: values in shared memory, gates with their bias in registers. An absent entry has a gate
-// of -inf and a value of 0.
+// A thread's entries of one batch: values in shared memory, gates with their bias in registers. An absent entry has a
+// gate of -inf and a value of 0.
 template <class T, class F>
 struct Entries {
   Stage<T>& stage;

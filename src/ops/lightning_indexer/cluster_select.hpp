@@ -22,7 +22,7 @@ namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct ClusterSelectConfig {
   static constexpr int kScores = kKeysPerSelectWarp / 32;                  // of a lane
-  static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // of −inf; above that of inf
+  static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // key of −inf; above the key of inf
 };
 
 // Number of a warp's scores (at most 1,024) that reach each of three values.

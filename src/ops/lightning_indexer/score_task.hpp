@@ -10,6 +10,7 @@
 #include "arch/sm80/threads.hpp"
 #include "ops/common/index_score.hpp"
 #include "ops/lightning_indexer/plan.hpp"
+#include "tile/ceil_div.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -120,7 +121,7 @@ template <int kKeys, int kWarps, class GroupsPerSlice>
 HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp)[2][kWarps],
                                               GroupsPerSlice groups_per_slice) {
   constexpr int kSectorScores = 8;
-  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  using tile::ceil_div;
   const int number = arch::block_index(), groups = p.tiles / p.tiles_per_query;
   const Span keys = visible_to_pass(p, of_warp[0]);
   if (keys.empty()) return {};

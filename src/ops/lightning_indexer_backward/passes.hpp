@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses,
   *loss = float(sum);
 }
 
-// Launches the kernels of a pass: `launch_queries` launches those of the queries; the others run only in the first or
-// last pass.
+// Launches the kernels of a pass. `launch_queries` launches the kernels that depend on the pass's queries; the other
+// kernels run only in the first or last pass.
 template <class T, class LaunchQueries>
 void launch_passes(const PassProblem& problem, const Plan& plan, const Params<T>& p, void* workspace, Stream stream,
                    LaunchQueries launch_queries) {

@@ -1,10 +1,12 @@
 // nvfp4_gemv, nvfp4_linear and nvfp4_matmul on the CPU.
 //
-// nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
-// registers. With more rows, tiles of weights are decoded to fp32, and matrix products take them. nvfp4_matmul is
-// nvfp4_linear whose x, the side of fewer rows, is decoded first: a block of it has so few digits that up to kMostRowDots
-// rows are quicker one by one, in fixed point. Items are tiles of weight rows, whatever the number of threads, so that
-// results do not depend on it.
+// nvfp4_matmul is nvfp4_linear: the side with fewer rows is decoded and becomes x. Method for n rows of x:
+//
+//     nvfp4_gemv; nvfp4_linear, n = 1; nvfp4_matmul, n <= kMostRowDots   row by row, mostly in fixed point
+//     other n < kGemmFrom   up to kMaxDotN rows at a time, in fp32: codes are decoded in registers
+//     other n               tiles of weights are decoded to memory, then fp32 matrix products
+//
+// A work item is a tile of weight rows, so results do not depend on the number of threads.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -28,17 +30,17 @@ using cpu::Scratch, cpu::unsigned_size, cpu::with_type;
 using hopwell::nvfp4::kBlock;
 using simd::Matrix;
 
-constexpr std::int64_t kRowTile = 32;      // rows of weights an item takes
-constexpr std::int64_t kDotX = 6144;       // floats of x that stay in the first-level cache while rows of weights pass
-constexpr std::int64_t kMaxDotN = 8;       // rows of x that share a decoded weight
-constexpr std::int64_t kMostRowDots = 36;  // rows of decoded x that go one by one: fixed point loses nothing of them
-constexpr std::int64_t kGemmFrom = 32;     // rows of x from which decoding all weights pays
-// Of weights decoded at a time, 256 KiB; and of x.
+constexpr std::int64_t kRowTile = 32;      // rows of weights of a work item
+constexpr std::int64_t kDotX = 6144;       // floats of x that stay in the L1 cache while rows of weights are read
+constexpr std::int64_t kMaxDotN = 8;       // most rows of x that share a decoded weight
+constexpr std::int64_t kMostRowDots = 36;  // nvfp4_matmul: most rows of x that are multiplied row by row
+constexpr std::int64_t kGemmFrom = 32;     // fewest rows of x for which matrix products are faster
+// A tile of decoded weights, 256 KiB; rows of x of a matrix product.
 constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 
-// Threads that pay for work as long as so many products of codes with x: to wake one takes as long as 2^20 do.
+// Most threads for work as long as `products` products of a code with x. Waking a thread takes as long as 2^20 products.
 std::int64_t threads_for(std::int64_t products) { return products >> 20; }
-constexpr std::int64_t kArranged = 32;  // products that take as long as to put a float of x into its place
+constexpr std::int64_t kArranged = 32;  // products that take as long as arranging one float of x
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
 
@@ -46,7 +48,7 @@ std::int64_t padded(std::int64_t k) { return static_cast<std::int64_t>(simd::pad
 
 constexpr std::size_t kMaxRows = simd::dot_rows(2);
 
-// A thread's room for the scales of the rows that go together.
+// A thread's scratch for the scales of the rows that are multiplied together.
 struct DotScratch {
   explicit DotScratch(std::int64_t k)
       : scales(static_cast<std::int64_t>(kMaxRows * simd::scale_room(unsigned_size(k)))), bytes(k / kBlock + 4) {}
@@ -54,8 +56,8 @@ struct DotScratch {
   Scratch<std::uint8_t> bytes;
 };
 
-// The rows of codes that go together from row `first` on, `rows` of them, with their scales decoded in columns [column,
-// column + columns) of K.
+// Sets codes[r] to row first + r of the codes, from column `column` of K on, and decodes the scales of columns [column,
+// column + columns), for r < rows.
 void decode_rows(const Matrix& matrix, std::int64_t first, std::int64_t rows, std::int64_t column, std::int64_t columns,
                  const float* factors, const DotScratch& scratch, const std::uint8_t** codes) {
   const std::size_t room = simd::scale_room(unsigned_size(columns));
@@ -66,7 +68,7 @@ void decode_rows(const Matrix& matrix, std::int64_t first, std::int64_t rows, st
   }
 }
 
-// sums[r] = x . row first + r for r < count <= kRowTile, each off by at most losses[r], if they are asked for.
+// sums[r] = x . row first + r for r < count <= kRowTile. If losses is not null, losses[r] bounds the error of sums[r].
 void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, const simd::Row& x,
               const DotScratch& scratch, float* sums, float* losses = nullptr) {
   constexpr auto kRows = static_cast<std::int64_t>(simd::dot_rows(1));
@@ -160,8 +162,7 @@ struct Epilogue {
 // Writes row i of x as floats.
 using RowsOfX = std::function<void(std::int64_t i, float* row)>;
 
-// Rows [first, first + n) of x, arranged in groups of `group` rows of which the last is padded with rows of
-// zeros.
+// Rows [first, first + n) of x, arranged in groups of `group` rows. The last group is padded with rows of zeros.
 Scratch<float> arranged(const RowsOfX& x, std::int64_t first, std::int64_t n, std::int64_t group, std::int64_t k) {
   const std::int64_t rows = tiles(n, group) * group;
   Scratch<float> out(rows * padded(k));
@@ -180,12 +181,12 @@ Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
 }
 
-// Row by row in fixed point. Digits that it loses do not show in bf16 results, but where a sum cancels: those sums are
-// made once more.
+// A row of x in fixed point. If a sum cancels so far that the lost digits show in a bf16 result, dot() computes it again
+// with the exact row.
 struct FixedRow {
   explicit FixedRow(std::size_t k) : x(k) {}
   simd::Row x;
-  std::optional<simd::Row> exact;  // if x is not
+  std::optional<simd::Row> exact;  // present if x is not exact
 
   void arrange(const float* row, std::size_t k, bool loses_nothing) {
     simd::arrange_row(row, k, loses_nothing, x);
@@ -270,7 +271,7 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
   }
 }
 
-// `most_row_dots`: rows of x up to which they are multiplied one by one.
+// Up to `most_row_dots` rows of x are multiplied row by row.
 void multiply(const LinearProblem& p, const RowsOfX& rows_of_x, std::int64_t most_row_dots) {
   if (p.n == 0 || p.rows == 0) return;
   const Epilogue epilogue{p, p.global.get()};

@@ -1,4 +1,4 @@
-// nvfp4_matmul as nvfp4_linear: the side that is x, decoded to the workspace.
+// nvfp4_matmul by nvfp4_linear's kernels: one side is decoded into the workspace and becomes x.
 #pragma once
 
 #include "ops/nvfp4/plan.hpp"
@@ -6,16 +6,16 @@
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
-// Each kernel file has its own: see runtime::launch.
+// Internal linkage: each kernel file has a copy of its own. See runtime::launch.
 namespace {
 
-// Bytes of a workspace that decoded codes take, so that what follows them is as aligned as they are.
+// Workspace bytes of decoded x, rounded up to 256: the workspace of nvfp4_linear follows and is aligned as well.
 std::size_t decoded_bytes(const MatmulProblem& p) {
   const LinearProblem linear = as_linear(p, decodes_b(p)).linear;
   return static_cast<std::size_t>(tile::ceil_div(linear.n * p.k * size_of(linear.x.dtype), 256) * 256);
 }
 
-// The plan of nvfp4_matmul: that of nvfp4_linear with decoded x, whose workspace follows x.
+// Plan of nvfp4_matmul: the plan of nvfp4_linear with decoded x. The workspace is x, then nvfp4_linear's workspace.
 struct DecodedPlan {
   Plan linear;
   std::size_t workspace_bytes = 0;
@@ -24,7 +24,7 @@ DecodedPlan with_decoded_x(const MatmulProblem& p, const Plan& linear) {
   return {linear, decoded_bytes(p) + linear.workspace_bytes};
 }
 
-// Decodes x to the beginning of the workspace. Returns the problem of nvfp4_linear that remains.
+// Decodes x into the beginning of the workspace. Returns the nvfp4_linear problem with this x.
 LinearProblem decode(const MatmulProblem& p, void* workspace, Stream stream) {
   auto [codes, scales, linear] = as_linear(p, decodes_b(p));
   linear.x.data = workspace;

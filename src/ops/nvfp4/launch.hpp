@@ -1,4 +1,4 @@
-// What the backends of nvfp4_gemv, nvfp4_linear and nvfp4_matmul pass to their kernels.
+// Kernel arguments and launch shapes for the backends of nvfp4_gemv, nvfp4_linear and nvfp4_matmul.
 #pragma once
 
 #include "ops/nvfp4/kernels/operands.hpp"
@@ -8,7 +8,7 @@
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
-// Whether the scales of a lane's 8 blocks lie together and are aligned, so that one copy brings them.
+// True if the scales of 8 consecutive blocks are contiguous and 8-byte aligned. One 8-byte copy then loads them.
 inline bool has_whole_scales(const Scales& scales) {
   return !scales.blocked && reinterpret_cast<std::uintptr_t>(scales.data) % 8 == 0 && scales.row_stride % 8 == 0 &&
          scales.batch_stride % 8 == 0;
@@ -29,7 +29,7 @@ Result<T> result_of(const LinearProblem& p) {
           .bias_column_stride = p.bias.stride[0]};
 }
 
-// A grid of the plan's clusters, times y and z.
+// Grid [clusters · CTAs of a cluster, y, z].
 inline arch::LaunchShape launch_shape(const Plan& plan, int threads, const runtime::Device& device, std::int64_t y = 1,
                                       std::int64_t z = 1) {
   return {.grid = {static_cast<std::uint32_t>(plan.clusters * plan.cluster), static_cast<std::uint32_t>(y),
@@ -40,7 +40,7 @@ inline arch::LaunchShape launch_shape(const Plan& plan, int threads, const runti
           .programmatic_dependency = device.has_dependent_launches()};
 }
 
-// For runtime::clusters_that_fit: a CTA that has all of a multiprocessor.
+// Launch shape for runtime::clusters_that_fit, for a kernel with one CTA per multiprocessor.
 inline arch::LaunchShape whole_multiprocessors(int cluster, int threads, std::size_t shared_bytes) {
   return {.threads = static_cast<std::uint32_t>(threads),
           .cluster = static_cast<std::uint32_t>(cluster),

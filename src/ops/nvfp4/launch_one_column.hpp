@@ -1,4 +1,4 @@
-// Starts the kernel for one column of x, which has the same plan on every GPU.
+// Launches the kernel for one column of x, for sm80.cu and sm100.cu.
 #pragma once
 
 #include "ops/nvfp4/kernels/one_column.hpp"

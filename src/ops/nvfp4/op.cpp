@@ -24,7 +24,7 @@ Scales check_batched_scales(Checker& check, std::string_view name, const DLTenso
           .columns = view.shape[1]};
 }
 
-// A vector along dimension `dim` of a matrix, as such a matrix.
+// The vector, which lies along dimension `dim`, broadcast to the matrix's shape.
 View broadcast(View vector, const View& matrix, std::size_t dim) {
   const std::int64_t stride = vector.stride[0];
   vector.ndim = matrix.ndim, vector.shape = matrix.shape, vector.stride = {};

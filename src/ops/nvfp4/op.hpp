@@ -1,4 +1,5 @@
-// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: what their backends are given. Meaning and shapes: declaration.py.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: the checked problems that backends solve. declaration.py documents the
+// arguments.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -26,10 +27,10 @@ struct GemvProblem {
 };
 
 struct LinearProblem {
-  const char* op = "nvfp4_linear";  // or the one that this is part of
+  const char* op = "nvfp4_linear";  // operator that launches the kernels
   View x;                           // bf16, fp16 or fp32 [n, K]
   View weight;                      // codes [rows, K/2]
-  View bias;                        // like x [n, rows], the same for each n (or, of nvfp4_matmul, row), or absent
+  View bias;                        // like x [n, rows], broadcast along n (nvfp4_matmul: or along rows), or absent
   View y;                           // like x [n, rows]
   Scales weight_scale;
   Global global;
@@ -48,8 +49,8 @@ struct MatmulProblem {
   runtime::Device device;
 };
 
-// nvfp4_matmul as nvfp4_linear: one side's codes, decoded, are x; the other side is the weights. Codes times scales are
-// exact in any of c's types.
+// nvfp4_matmul as nvfp4_linear: one side is decoded and becomes x, the other side is the weights. A code times its scale
+// is exact in each type that c can have.
 struct DecodedProduct {
   View codes;  // of x
   Scales scales;

@@ -2,8 +2,12 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::nvfp4 {
 namespace {
+
+using tile::ceil_div;
 
 constexpr int kMaxCluster = 8;
 
@@ -12,12 +16,11 @@ int to_int(Number value) {
   return static_cast<int>(value);
 }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return ceil_div(x, multiple) * multiple; }
 
 bool is_aligned(const void* data, std::uintptr_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
 
-// Whether asynchronous copies can bring weights: rows of codes, in ascending order, by 16 bytes, plain scales by 4.
+// True if cp.async can copy the weights: 16 bytes of codes at a time, and 4 bytes of scales.
 bool can_copy(const View& codes, std::int64_t batch_stride, const Scales& scales, std::int64_t rows, std::int64_t k) {
   constexpr std::int64_t kMaxK = std::int64_t{1} << 16, kMaxRows = std::int64_t{1} << 30,
                          kMaxStride = std::int64_t{1} << 27;
@@ -30,7 +33,7 @@ bool can_copy(const View& codes, std::int64_t batch_stride, const Scales& scales
 // ---- one column ----------------------------------------------------------------------------------------------------
 
 Plan plan_one_column(const ProblemShape& shape, const runtime::Device& device) {
-  constexpr std::int64_t kSumBytes = 4 * StageConfig::kRows;  // of a warp and tile
+  constexpr std::int64_t kSumBytes = 4 * StageConfig::kRows;  // sums of one warp for one tile
   Plan plan{.kernel = Kernel::kOneColumn, .columns = 1, .column_tiles = 1};
   plan.row_tiles = to_int(ceil_div(shape.rows, StageConfig::kRows));
   plan.clusters = to_int(std::min<std::int64_t>(plan.row_tiles, std::max<std::int64_t>(device.sms / shape.batches, 1)));
@@ -50,13 +53,14 @@ Plan plan_one_column(const ProblemShape& shape, const runtime::Device& device) {
 
 // ---- 2 to 16 columns -----------------------------------------------------------------------------------------------
 
-// Shared memory for rounds of so many tiles. What CTAs give each other goes where x was, if this round is the last.
+// Sets the shared memory for rounds of `round_tiles` tiles. A last round exchanges sums in the memory of x, which is no
+// longer needed.
 void set_round(Plan& plan, int round_tiles, bool is_last) {
   const std::int64_t tile_sums = std::int64_t{4} * StageConfig::kRows * plan.columns, threads = 32 * plan.warps;
   const std::int64_t x_bytes = std::int64_t{plan.slice} * 2 * plan.columns;
   const std::int64_t ring_bytes =
       plan.warps * (plan.columns == 8 ? FewColumnsConfig<8>::kRingBytes : FewColumnsConfig<16>::kRingBytes);
-  const std::int64_t vectors = ceil_div(round_tiles * tile_sums / 16, threads);  // of four sums a thread
+  const std::int64_t vectors = ceil_div(round_tiles * tile_sums / 16, threads);  // vectors of 4 sums a thread
   const std::int64_t exchange = plan.cluster > 1 ? round_up(vectors, plan.cluster) * 16 * threads : 0;
   const bool in_x = is_last && exchange <= x_bytes;
   const std::int64_t others =
@@ -66,28 +70,35 @@ void set_round(Plan& plan, int round_tiles, bool is_last) {
   plan.shared_bytes = static_cast<std::size_t>(in_x ? others : others + exchange);
 }
 
-// In stages of a warp, as an H200 takes them: beside those, x comes in, phases start again, CTAs meet, tiles beyond a
-// round wait, scales want some L1 cache, and fewer warps are slower but sooner done, above all where two CTAs fit at a
-// time.
+// Cost of a CTA, in stages of weights of a warp, measured on an H200:
+//
+//     a stage of weights, with the warps' stages rounded up     1
+//     x of a stage, for every 8 columns                         3
+//     each phase after the first                                35
+//     a round                                                   20; with a cluster, 33 more for every 2 CTAs
+//     more than 195 KiB of shared memory: scales miss L1        1/5 of the stages
+//     8 warps instead of 16, 8 columns                          1/6 of the stages
+//     8 warps instead of 16, 16 columns                         3/10 of the stages, less 16
+//     8 warps and at most 113 KiB: two CTAs fit                 −16
 std::int64_t cost_of_few_columns(const Plan& plan) {
-  constexpr std::int64_t kX = 3, kPhase = 35, kMeet = 33, kRound = 20, kSooner = 16;
   constexpr std::size_t kMuchShared = 195 * 1024, kHalfShared = 113 * 1024;
-  const std::int64_t stages = plan.slice / StageConfig::kStageK, most_tiles = plan.most_tiles();
-  const std::int64_t share = ceil_div(most_tiles * stages, plan.warps) * plan.warps * plan.phases;
-  std::int64_t cost = share + kX * plan.phases * stages * plan.columns / 8 + kPhase * (plan.phases - 1);
-  cost += ceil_div(most_tiles, plan.round_tiles) * (kRound + (plan.cluster > 1 ? kMeet * plan.cluster / 2 : 0));
-  if (plan.shared_bytes > kMuchShared) cost += share / 5;
+  const std::int64_t slice_stages = plan.slice / StageConfig::kStageK, tiles = plan.most_tiles();
+  const std::int64_t stages = ceil_div(tiles * slice_stages, plan.warps) * plan.warps * plan.phases;
+  std::int64_t cost = stages + 3 * plan.phases * slice_stages * plan.columns / 8 + 35 * (plan.phases - 1);
+  cost += ceil_div(tiles, plan.round_tiles) * (20 + (plan.cluster > 1 ? 33 * plan.cluster / 2 : 0));
+  if (plan.shared_bytes > kMuchShared) cost += stages / 5;
   if (plan.warps < FewColumnsConfig<8>::kMaxWarps) {
-    cost += plan.columns > 8 ? share * 3 / 10 - kSooner : share / 6;
-    if (plan.shared_bytes <= kHalfShared) cost -= kSooner;
+    cost += plan.columns > 8 ? stages * 3 / 10 - 16 : stages / 6;
+    if (plan.shared_bytes <= kHalfShared) cost -= 16;
   }
   return cost;
 }
 
-// The best number of phases.
+// The plan with the cheapest number of phases.
 Plan plan_few_columns(const ProblemShape& shape, int columns, int warps, int cluster, int clusters_at_a_time,
                       std::size_t shared_bytes) {
-  constexpr int kFewTiles = 8, kMostOfFour = 16;  // more have too much to give each other
+  constexpr int kFewTiles = 8;     // a round has at least this many tiles, or all tiles
+  constexpr int kMostOfFour = 16;  // with more tiles, clusters of four exchange too many sums
   const std::int64_t stages = ceil_div(shape.k, StageConfig::kStageK);
   Plan best;
   Plan plan{.kernel = Kernel::kFewColumns, .columns = columns, .warps = warps, .cluster = cluster};
@@ -114,7 +125,7 @@ Plan plan_few_columns(const ProblemShape& shape, const runtime::Device& device, 
   Plan best;
   for (const int cluster : {1, 2, 4}) {
     if (cluster > 1 && !device.has_clusters()) continue;
-    // Clusters of four do not fill all multiprocessors.
+    // Clusters of four cannot use all multiprocessors, so the driver counts them.
     int at_a_time = device.sms / cluster;
     if (cluster > 2) at_a_time = std::min(at_a_time, fit(cluster));
     for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
@@ -128,8 +139,13 @@ Plan plan_few_columns(const ProblemShape& shape, const runtime::Device& device, 
 
 // ---- 2 to 16 columns by wgmma --------------------------------------------------------------------------------------
 
-// In 10 ns: decoding, the stages of one warp, or those of x, whichever is longest; x's first one; giving sums to each
-// other.
+// Cost of all rounds, in units of 10 ns, measured on an H200. The cost of a round is the sum of:
+//
+//     the longest of   decoding        10 for each tile and stage of the CTA
+//                      a warp's ring   100 for each of its stages
+//                      x               30 for each stage
+//     loading x                        6 for each stage, above 8 columns 12
+//     exchange in a cluster            80 + 6 for each CTA
 std::int64_t cost_of_few_columns_wgmma(const Plan& plan, std::int64_t columns, std::int64_t rounds) {
   const std::int64_t stages = plan.slice / StageConfig::kStageK, stages_of_warp = ceil_div(stages, plan.splits);
   const std::int64_t longest = std::max({10 * plan.round_tiles * stages, 100 * stages_of_warp, 30 * stages});
@@ -163,8 +179,13 @@ Plan plan_few_columns_wgmma(const ProblemShape& shape, const runtime::Device& de
 
 // ---- many columns --------------------------------------------------------------------------------------------------
 
-// In ns: stages, slower where more multiprocessors take part; what comes before the first product and after the last;
-// shares meet.
+// Cost of all rounds, in ns, measured on an H200:
+//
+//     a stage                  400 + 6.6 a column; two splits: 280 + 3 a column
+//                              up to 45 % more, in proportion to the multiprocessors with work
+//     beginning and end        6000 + 10 a column; every round if K is split, otherwise once
+//     results of a tile        1000, if K is not split
+//     exchange in a cluster    8 for each column and CTA, if K is split
 std::int64_t cost_of_many_columns(const Plan& plan, std::int64_t at_a_time, std::int64_t sms) {
   const std::int64_t tiles = std::int64_t{plan.row_tiles} * plan.column_tiles;
   const std::int64_t stage_cost = plan.splits == 1 ? 400 + 33 * plan.columns / 5 : 280 + 3 * plan.columns;
@@ -178,7 +199,7 @@ std::int64_t cost_of_many_columns(const Plan& plan, std::int64_t at_a_time, std:
 
 Plan plan_many_columns(const ProblemShape& shape, const runtime::Device& device, const ClustersThatFit& fit) {
   using Config = ManyColumnsConfig;
-  constexpr int kColumnsOfShare = 8;  // a multiple
+  constexpr int kColumnsOfShare = 8;  // columns that a warpgroup adds and stores are a multiple of this
   const std::int64_t stages = ceil_div(shape.k, Config::kStageK);
   Plan best;
   for (const int columns : {32, 64, 96, 128}) {
@@ -191,7 +212,7 @@ Plan plan_many_columns(const ProblemShape& shape, const runtime::Device& device,
         plan.column_tiles = to_int(ceil_div(shape.columns, columns));
         plan.row_tiles = to_int(ceil_div(shape.rows, row_groups * Config::kRows));
         plan.slice = to_int(ceil_div(stages, cluster) * Config::kStageK);
-        // A CTA goes from tile to tile, but not if its tiles are shared.
+        // CTAs are persistent, except where K is split: there a CTA has one tile.
         const std::int64_t tiles = std::int64_t{plan.row_tiles} * plan.column_tiles;
         plan.clusters = to_int(plan.splits_k() ? tiles : std::min<std::int64_t>(tiles, at_a_time));
         plan.shared_bytes = static_cast<std::size_t>(Config::shared_bytes(columns));

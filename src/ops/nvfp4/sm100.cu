@@ -1,5 +1,7 @@
-// NVFP4 for Blackwell: nvfp4_gemv and nvfp4_matmul on the tensor core, kernels/block_scaled.hpp; nvfp4_linear of one column
-// by kernels/one_column.hpp, with Blackwell's conversion of codes. The rest runs by sm80.cu.
+// NVFP4 for Blackwell. sm80.cu has the other kernels.
+//
+//     nvfp4_gemv, nvfp4_matmul    kernels/block_scaled.hpp: products of codes on the tensor core
+//     nvfp4_linear, n = 1         kernels/one_column.hpp, with Blackwell's conversion of codes
 #include <algorithm>
 
 #include "ops/nvfp4/kernels/block_scaled.hpp"
@@ -16,14 +18,14 @@ constexpr std::int64_t kMaxK = std::int64_t{1} << 30, kMaxRows = std::int64_t{1}
 
 using tile::ceil_div;
 
-// Codes [rows, K/2, L] as the copy engine takes them: 16-byte aligned rows and batches.
+// True if TMA can copy codes [rows, K/2, L]: rows and batches are 16-byte aligned.
 bool takes_codes(const View& codes, std::int64_t rows, std::int64_t batches) {
   const auto fits = [](std::int64_t stride) { return stride >= 0 && stride % 16 == 0 && stride < kMaxK; };
   return reinterpret_cast<std::uintptr_t>(codes.data) % 16 == 0 && (rows <= 1 || fits(codes.stride[0])) &&
          (batches <= 1 || (codes.stride[2] >= 0 && codes.stride[2] % 16 == 0));
 }
 
-// Weights, a tile's rows, and x, its columns.
+// A product of weights w (rows of a tile) and x (columns of a tile).
 struct Product {
   const char* op;
   View w, x;  // codes [rows, K/2, L], [columns, K/2, L]
@@ -42,11 +44,12 @@ runtime::PlanOr<runtime::NoPlan> plan_product(const Product& p, const char* dime
   return runtime::NoPlan{};
 }
 
-// The narrowest tile that has all columns, or the widest, of a pair of CTAs. Then there are more than 128 rows: see sides_of.
+// Columns of a tile: the smallest size that holds all columns, or 256, the tile of a pair of CTAs. More than 128 columns
+// imply more than 128 rows: see sides_of.
 int columns_of_tile(std::int64_t columns) { return columns <= 8 ? 8 : columns <= 32 ? 32 : columns <= 128 ? 128 : 256; }
 
-// Over how many CTAs, or pairs of them, to share out K: the number whose CTAs have least to do. Those that share give each
-// other sums, which takes as long as a step for every 32 columns.
+// Number of CTAs, or pairs of CTAs, that K is split over: the number with the shortest CTA. The exchange of sums takes
+// as long as one step for every 32 columns.
 template <int kColumns>
 int ranks_of(const Product& p, std::int64_t steps) {
   using Config = BlockScaledConfig<kColumns>;
@@ -124,8 +127,8 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
 
 // ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
 
-// x is the side of fewer rows if they are so few that memory bounds: then the other side's codes are read once. Else it is
-// b, and a thread of the epilogue has neighbouring results.
+// If a has at most 128 rows and fewer rows than b, memory bounds the product: a is x, and b's codes are read once.
+// Otherwise b is x, and the results of an epilogue thread are contiguous.
 DecodedProduct sides_of(const MatmulProblem& p) { return as_linear(p, p.m >= p.n || p.m > 128); }
 
 Product product_of(const MatmulProblem& p) {
@@ -150,9 +153,10 @@ runtime::PlanOr<Plan> plan_linear(const LinearProblem& p) {
   if (p.n != 1 || p.rows < 1 || p.x.dtype == DType::kFloat32) return Unsupported{"needs n = 1, x of 16 bits"};
   const ProblemShape shape = shape_of(p);
   if (!shape.can_copy) return Unsupported{kNeedsForCopies};
-  Plan plan = make_plan(shape, false, p.device, [](int) { return 0; });  // one column has no clusters
+  Plan plan = make_plan(shape, false, p.device, [](int) { return 0; });  // the plan of one column has no clusters
   if (plan.kernel != Kernel::kOneColumn) return Unsupported{"needs more shared memory for x"};
-  plan.clusters = static_cast<int>(ceil_div(plan.row_tiles, plan.most_tiles()));  // with as many tiles each: see Bound
+  plan.clusters =
+      static_cast<int>(ceil_div(plan.row_tiles, plan.most_tiles()));  // CTAs with the same number of tiles: see Bound
   return plan;
 }
 

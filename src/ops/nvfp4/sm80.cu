@@ -1,6 +1,10 @@
-// nvfp4_gemv, nvfp4_linear and nvfp4_matmul for any NVIDIA GPU from Ampere on: one column of x at the speed of memory, up to
-// 16 at a time (more than 16 read the weights again), and anything else in fp32; nvfp4_matmul decodes one side first, unless
-// that is a single row. plan.hpp chooses.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul for NVIDIA GPUs from Ampere on. plan.hpp chooses the kernel:
+//
+//     kernels/one_column.hpp    one column of x, at the speed of memory
+//     kernels/few_columns.hpp   up to 16 columns at a time; every 16 columns read the weights once
+//     kernels/general.hpp       other types and alignments, in fp32
+//
+// nvfp4_matmul decodes one side first, unless M or N is 1.
 #include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns.hpp"
 #include "ops/nvfp4/kernels/general.hpp"
@@ -89,7 +93,7 @@ runtime::PlanOr<Plan> plan_gemv(const GemvProblem& p) {
   return p.m == 0 || p.l == 0 ? Plan{} : plan_for(shape_of(p), p.device);
 }
 
-// A row of codes times weights.
+// Multiplies one row of codes, x, by the weights.
 template <class T>
 void launch_codes(const char* op, const Plan& plan, const ProblemShape& shape, const runtime::Device& device,
                   Stream stream, const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result,
@@ -121,7 +125,7 @@ void launch_gemv(const GemvProblem& p, const Plan& plan, void* /*workspace*/, St
 
 // ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
 
-// One row's codes are multiplied without being decoded.
+// With one row, the kernels take x as codes, and nothing is decoded first.
 bool takes_codes(const MatmulProblem& p) { return p.m == 1 || p.n == 1; }
 
 ProblemShape shape_of_codes(const LinearProblem& linear) {

@@ -1,5 +1,5 @@
-// nvfp4_linear, and nvfp4_matmul after its x is decoded, for Hopper, by wgmma: more than 16 columns of x, and few where x
-// is much of what a CTA reads. plan.hpp chooses; sm80.cu has the rest.
+// nvfp4_linear by wgmma on Hopper, and nvfp4_matmul after its x is decoded. These kernels are fastest for more than 16
+// columns of x, and for few columns if x is a large part of a CTA's reads: see choose_kernel() in plan.hpp.
 #include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns_wgmma.hpp"
 #include "ops/nvfp4/kernels/many_columns.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-// A CTA with as many tiles as it can have.
+// Counts clusters for a CTA with the largest number of tiles.
 int clusters_that_fit(int cluster, const runtime::Device& device) {
   using Config = FewColumnsWgmmaConfig<16>;
   constexpr auto kSharedBytes = static_cast<std::size_t>(Config::shared_bytes(Config::kWarps, 1, 1));

@@ -1,5 +1,5 @@
-// nvfp4_linear_backward on the CPU: tiles of weights are decoded to fp32 and multiplied by products in which each element
-// has a sum of its own. So a row of d_x does not depend on the other rows, nor on the number of threads.
+// nvfp4_linear_backward on the CPU: tiles of weights are decoded to fp32, then multiplied. Each element of d_x has a
+// sum of its own, so a row of d_x does not depend on the other rows or on the number of threads.
 #include <algorithm>
 
 #include "ops/nvfp4_linear_backward/op.hpp"
@@ -16,7 +16,7 @@ namespace {
 namespace simd = cpu::nvfp4;
 using cpu::Scratch, cpu::unsigned_size, cpu::with_type;
 
-// Weights decoded at a time: 128 columns of K of 640 rows, 320 KiB. Rows of d_out that share them.
+// A tile of decoded weights: 128 columns of K × 640 rows, 320 KiB; rows of d_out that share it.
 constexpr std::int64_t kTileColumns = 128, kTileRows = 640, kRowsOfDOut = 256;
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }

@@ -9,8 +9,8 @@
 //           neighbouring k. Decoded, the word is the pairs of rows that B of four products needs, without a shuffle and
 //           without a copy in shared memory. Product j has the columns 4 g + j, g = 0 to 7
 // Scales    a lane converts four scales a stage, two rows at a time; the warp exchanges them by shuffles
-// Sums      in registers for a chunk of rows of weights; the sums of the chunks are added in order. Where tiles are few,
-//           each chunk has a CTA, and `nvfp4_linear_bwd_add_chunks` adds the same numbers in the same order
+// Sums      in registers for a chunk of rows of weights; the sums of the chunks are added in order. If there are few
+//           tiles, each chunk has a CTA, and `nvfp4_linear_bwd_add_chunks` adds the same numbers in the same order
 // Range     as in nvfp4/kernels/few_columns.hpp
 // Budget    shared: 4 stages × (8,192 codes + 1,024 scales + 2,048 a block of 16 rows of d_out); at most 69,632 B
 //           registers: 32 a block of 16 rows, half of them for the chunk and half for the total
@@ -26,13 +26,14 @@ namespace hopwell::ops::nvfp4_linear_backward::HOPWELL_TARGET {
 using arch::bf16, arch::fp16;
 using nvfp4::HOPWELL_TARGET::clamp_bytes, nvfp4::HOPWELL_TARGET::ScaledWeights;
 
-// Swizzle: pieces of 16 bytes of a 128-byte row are exchanged so that eight rows have a piece in different banks.
+// Swizzle: the 16-byte pieces of a 128-byte row are permuted, so that the same piece of eight rows lies in different
+// banks.
 HOPWELL_DEVICE uint32_t piece_offset(int row, int piece) { return uint32_t(row * 128 + ((piece ^ row % 8) << 4)); }
 
 template <int kBlocks>
 struct Stage {
-  alignas(128) unsigned char d_out[kBlocks * 16 * 128];        // [row][64 rows of weights], pieces exchanged
-  alignas(128) unsigned char codes[Config::kStageRows * 128];  // [row][256 k], pieces exchanged
+  alignas(128) unsigned char d_out[kBlocks * 16 * 128];        // [row][64 rows of weights], swizzled
+  alignas(128) unsigned char codes[Config::kStageRows * 128];  // [row][256 k], swizzled
   alignas(16) unsigned char scales[Config::kStageRows * 16];   // [row][16]
 };
 
@@ -92,7 +93,8 @@ HOPWELL_DEVICE void copy_stage(const Params<T>& p, const Tile& tile, int row, St
   }
 }
 
-// Adds a stage's products to the sums of the warp's columns. sums[block][j]: mma's of rows 16 · block on and columns 4 g + j.
+// Adds a stage's products to the sums of the warp's columns. sums[block][j]: mma's accumulators of 16 rows, from 16 ·
+// block on, and columns 4 g + j.
 template <class T, int kBlocks>
 HOPWELL_DEVICE void multiply_stage(const Stage<kBlocks>& stage, int warp, float (&sums)[kBlocks][4][4]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
@@ -138,7 +140,7 @@ HOPWELL_DEVICE T result(double factor, float sum) {
   return value;
 }
 
-// Eight neighbours of d_x, or sums of a chunk.
+// Stores 8 consecutive elements of d_x, or their sums of a chunk.
 template <class T>
 HOPWELL_DEVICE void store(const Params<T>& p, int chunk, int row, int k, double factor, const float (&sums)[8]) {
   if (p.sums) {
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocks == 4 ? 1 : 2)
   }
 }
 
-// d_x from the sums of chunks: a thread has eight neighbours.
+// Computes d_x from the sums of the chunks. A thread has 8 consecutive elements.
 template <class T>
 __global__ void __launch_bounds__(Config::kSumThreads)
     nvfp4_linear_bwd_add_chunks(const __grid_constant__ Params<T> p) {

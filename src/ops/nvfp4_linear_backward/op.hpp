@@ -1,4 +1,4 @@
-// nvfp4_linear_backward: what its backends are given. Meaning and shapes: declaration.py.
+// nvfp4_linear_backward: the checked problem that backends solve. declaration.py documents the arguments.
 #pragma once
 
 #include "runtime/backend.hpp"

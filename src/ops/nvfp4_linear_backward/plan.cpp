@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::nvfp4_linear_backward {
-namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
+using tile::ceil_div;
 
 // Chunks depend on N alone, so a row of d_x has the same bits for any n and whether or not CTAs share a tile. There are at
 // most 16 chunks, which bounds the workspace.

@@ -1,8 +1,8 @@
-// How nvfp4_linear_backward shares out its work on a GPU. Plain data from a shape and a device, found on the host.
+// Plan of nvfp4_linear_backward on a GPU: plain data, computed on the host from a shape and a device.
 //
 // tile    rows of d_x × columns of K whose sums a CTA has in registers
 // stage   rows of weights that are copied at a time
-// chunk   stages whose products are one sum; sums of chunks are added in their order
+// chunk   consecutive stages whose products have a sum of their own; the sums of the chunks are added in order
 #pragma once
 
 #include <cstddef>
@@ -20,10 +20,10 @@ struct Config {
 };
 
 struct Plan {
-  int blocks = 0;  // of 16 rows of d_x, of a tile
+  int blocks = 0;  // blocks of 16 rows of d_x in a tile
   int row_tiles = 0, column_tiles = 0;
-  int chunk = 0, chunks = 0;  // rows of weights of a chunk, a multiple of kStageRows; depend on N alone
-  bool splits = false;        // each chunk of a tile has a CTA; another kernel adds up their sums
+  int chunk = 0, chunks = 0;  // rows of weights of a chunk, a multiple of kStageRows; both depend on N alone
+  bool splits = false;        // each chunk of a tile has a CTA; another kernel adds the chunks' sums
   std::int64_t ctas = 0;
   std::size_t workspace_bytes = 0;  // of sums: fp32 [chunks, n, K]
 };

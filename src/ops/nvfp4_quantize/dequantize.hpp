@@ -1,6 +1,7 @@
 // nvfp4_dequantize on GPUs: x = code · scale · global.
 //
-// Roles     a thread for 16 bytes of x, so that neighbours write whole lines, four at a time
+// Tile      four chunks of 16 bytes of x for a thread; neighbouring threads write neighbouring chunks
+// Roles     all threads are alike
 // Budget    8.5 bytes in, 32 or 64 out, ~6 instructions a number
 // Bound     memory
 #pragma once
@@ -16,7 +17,7 @@
 namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET {
 
 struct DequantizeConfig {
-  static constexpr int kThreads = 256, kChunks = 4;  // chunks of 16 bytes that a thread takes
+  static constexpr int kThreads = 256, kChunks = 4;  // chunks of a thread
 };
 
 template <class T>
@@ -50,7 +51,7 @@ struct Chunk {
     HOPWELL_UNROLL
     for (int i = 0; i < kValues / 2; ++i) codes |= uint32_t{from[i]} << 8 * i;
   }
-  // code · scale is exact in fp16, times 2^-14.
+  // The product code · scale · 2^-14 is exact in fp16.
   HOPWELL_DEVICE Values decode(float global) const {
     uint32_t pairs[4];
     tile::e2m1x8_to_fp16(codes, pairs);
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(DequantizeConfig::kThreads)
   }
 }
 
-// Each kernel file has its own: see runtime::launch.
+// Internal linkage: each kernel file has a copy of its own. See runtime::launch.
 namespace {
 
-// For `op`, which may be another operator that decodes one of its operands.
+// Launches the kernel for operator `op`: nvfp4_dequantize, or an operator that decodes an operand.
 [[maybe_unused]] void dequantize(const char* op, const DequantizeProblem& p, Stream stream) {
   if (p.rows == 0 || p.k == 0) return;
   tile::with_type(p.x, [&]<class T>(T* x) {

@@ -1,10 +1,13 @@
-// nvfp4_quantize on GPUs: a block of 16 numbers' scale, and codes for it.
+// nvfp4_quantize on GPUs: codes of a block of 16 elements with a given scale.
 //
-// Three ways to codes, all exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a
-// code's, for it is subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes
-// that may round to the wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with
-// thresholds of its own type, two numbers at a time; where ties are not rare, at once, with thresholds from a table for
-// all scales. There bf16 of usual size is compared by sums that saturate, at twice the rate of comparisons and logic.
+// There are three encoders. All are exact.
+//
+//     encode_block           in fp32: the upper bits of |x| · 1 / (scale · global) · 2^-126 are the code, because e2m1
+//                            has subnormals where fp32 has them. Half a step is added, then the lower bits are cut off.
+//                            Next to the middle of two codes, and outside of usual ranges, thresholds decide instead
+//     encode_by_thresholds   16-bit x: comparisons with thresholds of x's type, two elements at a time. If the global
+//                            scale comes from x, ties are frequent, and a table holds the thresholds of all scales
+//     encode_by_steps        bf16 x of usual size: saturating sums, at twice the rate of comparisons and logic
 #pragma once
 
 #include <cmath>
@@ -21,7 +24,7 @@ using tile::kCodesPerBlock, tile::to_fp32;
 
 // ---- a block of x --------------------------------------------------------------------------------------------------
 
-// The larger of halves of words, each on its own, unsigned.
+// Maximum of each 16-bit half, unsigned.
 HOPWELL_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #if HOPWELL_HAS_SM90
   return arch::max_u16x2(a, b);
@@ -31,7 +34,7 @@ HOPWELL_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The 16 numbers of a block, as they lie in memory.
+// The 16 elements of a block, unconverted.
 template <class T>
 struct Block {
   static constexpr int kWords = kCodesPerBlock * int(sizeof(T)) / 4;
@@ -61,7 +64,7 @@ struct Block {
     else
       return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
   }
-  // Bits of the largest magnitude, as a float's.
+  // fp32 bits of the largest magnitude.
   HOPWELL_DEVICE uint32_t amax_bits() const {
     uint32_t amax = 0;
     if constexpr (sizeof(T) == 4) {
@@ -80,8 +83,8 @@ struct Block {
 
 HOPWELL_DEVICE uint32_t magnitude_bits(float x) { return arch::bit_cast<uint32_t>(x) & 0x7fffffffu; }
 
-// A code's index grows by one above each of these: the largest float that is not above the middle of two neighbours,
-// or, where the tie goes to the upper, even one, that is below it. `unit` times a middle is exact.
+// A magnitude's code is the number of thresholds below it. Threshold i is the largest float not above the middle of two
+// codes, or below the middle if the tie goes to the upper, even code. `unit` times a middle is exact.
 HOPWELL_DEVICE void thresholds(double unit, float (&t)[7]) {
   constexpr float kMidpoints[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
   HOPWELL_UNROLL
@@ -106,17 +109,16 @@ HOPWELL_DEVICE void encode_exactly(const Block<float>& x, float scale, float glo
   }
 }
 
-// Thresholds of 16-bit x.
+// Thresholds in the bits of 16-bit x.
 struct alignas(16) Thresholds16 {
   uint16_t bits[8];
 };
 
-// T's largest number that is not above middle · (high + low), or, where the tie goes to the upper code, that is below
-// it.
+// Bits of T's largest number not above middle · (high + low), or below it if the tie goes to the upper code.
 template <class T>
 HOPWELL_DEVICE uint32_t threshold(float middle, bool tie_goes_up, float high, float low) {
   const float product = middle * high;
-  uint32_t bits;  // of T's nearest number, or of one of the two nearest
+  uint32_t bits;  // a number of T next to the product
   float nearest;
   if constexpr (std::is_same_v<T, bf16>) {
     bits = (arch::bit_cast<uint32_t>(product) + 0x8000) >> 16;
@@ -125,12 +127,12 @@ HOPWELL_DEVICE uint32_t threshold(float middle, bool tie_goes_up, float high, fl
     bits = arch::pack_fp16(product, 0);
     nearest = to_fp32(fp16{uint16_t(bits)});
   }
-  // Next to a tie both are exact, elsewhere the sign is right.
+  // Close to a tie both fma are exact. Elsewhere the sign is right.
   const float above = std::fma(-middle, low, std::fma(-middle, high, nearest));
   return bits - (tie_goes_up ? above >= 0 : above > 0);
 }
 
-// thresholds(), in x's type.
+// The thresholds of thresholds(), in x's type.
 template <class T>
 HOPWELL_DEVICE Thresholds16 thresholds_for(float scale, float global) {
   constexpr float kMidpoints[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
@@ -148,7 +150,7 @@ HOPWELL_DEVICE Thresholds16 thresholds_for(float scale, float global) {
   return t;
 }
 
-// Ones in the halves where a's is larger, as bf16 that are not negative.
+// All ones in each half where a > b, as bf16 that are not negative.
 HOPWELL_DEVICE uint32_t where_larger(uint32_t a, uint32_t b) {
 #if HOPWELL_HAS_SM90
   return arch::greater_bf16(a, b);
@@ -157,13 +159,14 @@ HOPWELL_DEVICE uint32_t where_larger(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Eight codes, a byte each: in the lower halves the even ones of four, in the upper halves the odd ones.
+// Joins eight codes, a byte each, to a word. `lower` and `upper` have four codes each: even codes in their lower
+// halves, odd codes in their upper halves.
 HOPWELL_DEVICE uint32_t join_bytes(uint32_t lower, uint32_t upper) {
   return arch::permute_bytes<0x5410>(lower, upper) + arch::permute_bytes<0x7632>(lower, upper) * 16;
 }
 
-// Three comparisons a number, two numbers at a time. |x| and thresholds are not negative, and the bits of fp16 as a
-// bf16's are in the same order and below its infinity.
+// Three comparisons an element, two elements at a time. fp16 magnitudes are compared as bf16, which is correct: bits of
+// nonnegative numbers have the same order in both types, and fp16's bits are below bf16's infinity.
 template <class T>
 HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& of_scale, uint32_t (&words)[2]) {
   const auto raw = arch::bit_cast<arch::Words4>(of_scale);
@@ -174,7 +177,7 @@ HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& 
   const auto select = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
+    uint32_t codes[4];  // two codes each, in the lowest bits of the halves
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) {
       const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
@@ -189,23 +192,23 @@ HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& 
 
 // ---- bf16 by sums that saturate --------------------------------------------------------------------------------------
 
-// The bits of bf16 between 2^-31 and 2^17 are those of an fp16 between 2^-3 and 8, in the same order. There neighbours
-// are 2^-13 apart or more, so that 2^13 · (x - t), limited to 0 and 1, is 1 exactly if x is larger than t: one fma.
-// Thresholds of a block are at most 560 neighbours apart, all their differences exact.
+// The bits of bf16 between 2^-31 and 2^17, read as fp16, are numbers between 2^-3 and 8 in the same order. Neighbours
+// differ by at least 2^-13, so 2^13 · (x - t), saturated to [0, 1], is 1 if x > t and otherwise 0: one fma. The
+// thresholds of a block span at most 560 neighbours, so their differences are exact.
 //
 //     four = x > t3;  two = x > (four ? t5 : t1);  one = x > (four ? (two ? t6 : t4) : (two ? t2 : t0))
 //
-// What follows `four` and `two` is a sum, too. All are times -2^13.
+// The selections are sums as well: t1 + four · (t5 - t1). All thresholds are multiplied by -2^13.
 struct alignas(16) Steps {
   uint16_t t3, t1, t5_t1, t0, t2_t0, t4_t0, rest;  // t5 - t1, …; (t6 - t4) - (t2 - t0)
   uint16_t unused;
 };
 
-// Whether all scales' thresholds lie in that range, and the largest |x|, which is 2,688 times as large as the global.
+// True if the thresholds of all scales, and the largest |x| = 2,688 · global, lie in that range.
 HOPWELL_DEVICE bool is_usual(float global) { return global >= 0x1p-19f && global <= 0x1p5f; }
 
 HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
-  float f[7];  // in fp16's bits
+  float f[7];  // values of the bits as fp16, times -2^13
   HOPWELL_UNROLL
   for (int i = 0; i < 7; ++i) f[i] = to_fp32(fp16{t.bits[i]}) * -0x1p13f;
   const auto bits = [](float x) { return uint16_t(arch::pack_fp16(x, 0)); };
@@ -219,8 +222,8 @@ HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
           0};
 }
 
-// Indices of two words are summed as multiples of the smallest fp16 and of 256 times that. The bits of an fp16 are how
-// many of the smallest it is, below 2,048 of them, so that each word's indices are bytes of the sum.
+// Sums the code indices of two words as multiples of the smallest fp16 number, and of 256 times this number. Below 2,048
+// times the smallest number, the bits of an fp16 are an integer, so each word's indices are bytes of the sum.
 HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
   constexpr uint32_t kScale = 0x70007000u, kZero = 0;
   const auto raw = arch::bit_cast<arch::Words4>(of_scale);
@@ -241,7 +244,7 @@ HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale,
   };
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t codes[2];  // of four numbers, a byte each: of the even ones of two words, then of the odd ones
+    uint32_t codes[2];  // four codes each, a byte a code: lower halves of two words, then their upper halves
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint32_t first = x.words[4 * half + 2 * i], second = x.words[4 * half + 2 * i + 1];
@@ -262,20 +265,21 @@ HOPWELL_DEVICE uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32
 // `amax`: the largest |x|.
 template <class T>
 HOPWELL_DEVICE void encode_block(const Block<T>& x, float amax, float scale, float global, uint32_t (&words)[2]) {
-  // |x| / unit has three roundings and one where it becomes subnormal: at most 4 of the last place.
+  // |x| / unit has three roundings, and another where it becomes subnormal: the error is at most 4 units in the last
+  // place.
   constexpr uint32_t kMargin = 16, kHalf = 1u << 21;
   const float unit = scale * global, factor = 1 / unit;
-  uint32_t nearest = 0xffffffffu;  // distance from a middle, of the number that is nearest to one
+  uint32_t nearest = 0xffffffffu;  // smallest distance of an element from the middle of two codes
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t signs[8], codes[8];  // in the highest bytes: at bit 7; at bits 0 to 2
+    uint32_t signs[8], codes[8];  // in the highest byte: bit 7 is the sign; bits 0 to 2 are the code's magnitude
     HOPWELL_UNROLL
     for (int i = 0; i < 8; ++i) {
       signs[i] = arch::bit_cast<uint32_t>(x.get(8 * half + i) * factor * 0x1p-126f) + kHalf + kMargin;
       codes[i] = signs[i] << 2;
       nearest = signs[i] << 10 < nearest ? signs[i] << 10 : nearest;
     }
-    uint32_t nibbles[2];  // of even and odd numbers, each in a byte
+    uint32_t nibbles[2];  // codes of even and of odd elements, a byte each
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i)
       nibbles[i] = (highest_bytes(signs[i], signs[i + 2], signs[i + 4], signs[i + 6]) >> 4 & 0x08080808u) |

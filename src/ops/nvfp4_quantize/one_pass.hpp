@@ -1,14 +1,16 @@
-// nvfp4_quantize of 16-bit x without a given global scale, read once: x stays on the chip until its amax is known.
+// nvfp4_quantize of 16-bit x whose global scale is computed from x. x is read once and stays on the chip until its amax
+// is known.
 //
 //     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
 //
-// Tile      an item: a pair of blocks of 16 numbers a lane, 2 KiB a warp; rows have no gaps, so that it may lie in two.
-//           Items go round all warps of all CTAs, at most five each
-// Roles     none: every warp copies its items and quantizes them. CTA 0 also opens the exchange of amax and closes it
-// Timeline  items 0 to 3 ▓▓ copied to the warp's slots, 4 kept in registers │ amax of each as it arrives │ all CTAs
-//           exchange amax │ table of all scales │ quantize 0, 1, 2, 3, 4 (through slot 0)
-// Budget    shared: 28 warps × 4 slots × 2 KiB + 2 KiB of table + amax of warps; registers: 65,536 / 896 = 72. Kept by
-//           132 multiprocessors: 37.8 MB
+// Tile      an item: 2 KiB of x for a warp, a pair of blocks of 16 numbers for a lane. Rows have no gaps, so an item
+//           may lie in two rows. The items are dealt to all warps of all CTAs, at most five to each
+// Roles     all warps are alike: each copies its items and quantizes them. CTA 0 also opens and closes the exchange of
+//           amax
+// Timeline  items 0 to 3 ▓▓ copied to the warp's slots, item 4 to registers │ amax of each as it arrives │ all CTAs
+//           exchange amax │ table of all scales │ quantize 0, 1, 2, 3, 4 (4 through slot 0)
+// Budget    shared: 28 warps × 4 slots × 2 KiB + 2 KiB of table + amax of warps; registers: 65,536 / 896 = 72. 132
+//           multiprocessors hold 37.8 MB of x
 // Bound     memory until amax is known, then instructions: ~140 a block
 // Launch    cooperative, one CTA an SM: CTAs wait for each other's amax (AmaxExchange)
 #pragma once
@@ -28,18 +30,19 @@ struct OnePassStorage {
 };
 static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(OnePassStorage) <= 227 * 1024);
 
-// All CTAs' amax, by a maximum and a counter in the workspace.
+// The largest amax of all CTAs, by a maximum and a counter in the workspace.
 //
-// Why they begin at zero. The workspace comes with arbitrary contents: CTA 0 writes the zeros as soon as its copies are
-// on their way, and then the launch's tag, 64 random bits. Other CTAs add nothing before they have seen the tag, which
-// they look for while their own are. Each word of the tag is released after the zeros, so that one of CTA 0's will do.
+// Why maximum and counter begin at zero: the workspace has arbitrary contents. CTA 0 writes zeros when its copies are in
+// flight, and then the tag of the launch, 64 random bits. The other CTAs add nothing before they have read the tag. Each
+// word of the tag is released after the zeros, so it suffices that CTA 0 wrote one word, if the other matches by chance.
 //
-// Why a graph may launch it again, with the same tag. Who has added has seen the tag: when all have, CTA 0 erases it.
+// Why a graph may launch the kernel again with the same tag: a CTA adds only after it has read the tag. When all CTAs
+// have added, CTA 0 erases the tag.
 //
-// Why nobody waits for ever. CTA 0 waits for nothing before it writes the tag, and the launch is cooperative: CUDA runs
-// all CTAs at the same time, or refuses it.
+// Why no CTA waits forever: CTA 0 waits for no other CTA before it writes the tag, and the launch is cooperative, so
+// CUDA runs all CTAs at the same time or rejects the launch.
 struct AmaxExchange {
-  static constexpr int kLine = 32;  // words: each in a line of its own
+  static constexpr int kLine = 32;  // words of a cache line: amax, counter and tag lie in different lines
   static constexpr int kWords = 2 * kLine + 2;
   uint32_t* words;
   runtime::LaunchTag tag;
@@ -50,7 +53,7 @@ struct AmaxExchange {
 
   HOPWELL_DEVICE void open() const {
     *amax() = 0, *arrived() = 0;
-    // A sum that is a store which releases: nobody else writes the words before they are the tag.
+    // The addition is a release store, because no other thread writes the words before they hold the tag.
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) arch::atomic_add(tag_word(i), tag.words[i] - arch::load_relaxed(tag_word(i)));
   }
@@ -59,7 +62,7 @@ struct AmaxExchange {
     }
   }
   HOPWELL_DEVICE void close() const { *tag_word(0) = 0, *tag_word(1) = 0; }
-  // By one thread of each CTA: the largest of all their bits.
+  // Returns the largest `bits` of all CTAs. One thread of each CTA calls it.
   HOPWELL_DEVICE uint32_t largest(uint32_t bits) const {
     arch::red_max(amax(), bits);
     arch::atomic_add(arrived(), 1);
@@ -78,11 +81,11 @@ struct OnePassParams {
   AmaxExchange exchange;
 };
 
-// The largest finite magnitudes, of even and odd numbers, as bits of T.
+// The largest finite magnitudes of even and of odd elements, as bits of T.
 template <class T>
 struct FiniteAmax {
   static constexpr uint32_t kInfinity = std::is_same_v<T, bf16> ? 0x7f80 : 0x7c00;
-  // Added to magnitudes, it sets the signs of those that are not finite.
+  // Added to a magnitude, it sets the sign bit if the magnitude is not finite.
   static constexpr uint32_t kToSign = (0x8000 - kInfinity) * 0x10001u;
   uint32_t halves = 0;
 
@@ -94,7 +97,7 @@ struct FiniteAmax {
       halves = larger_halves(halves, magnitudes & ~arch::permute_signs(signs, signs, 0xbb99));
     }
   }
-  // `largest`: of each block; they may be infinite or NaN.
+  // `largest`: the largest magnitudes of the two blocks, which may be infinite or NaN.
   HOPWELL_DEVICE void add_pair(const Block<T> (&x)[2], uint32_t largest) {
     if (((largest + kToSign) & 0x80008000u) == 0) return halves = larger_halves(halves, largest), void();
     add(x[0].words), add(x[1].words);
@@ -133,11 +136,12 @@ struct WarpItems {
   }
   HOPWELL_DEVICE uint32_t item(int i) const { return first + uint32_t(i) * step; }
   HOPWELL_DEVICE uint32_t slot(int i) const { return slot0 + uint32_t(i * Config::kWarps * Config::kItemBytes); }
-  // The lane's part of pieces 32 · n to 32 · n + 31 of item i: neighbouring lanes have neighbouring pieces.
+  // Piece 32 n + lane of item i, which the lane copies.
   HOPWELL_DEVICE const T* piece(int i, int n) const {
     return p.x + uint64_t{item(i)} * Config::kItemNumbers + (n * 32 + arch::lane_index()) * 8;
   }
-  // Its place in a slot: pieces of a pair are exchanged so that neither copies nor reads meet in a bank.
+  // Offset of this piece in a slot. The pieces of a pair are swizzled, so that neither copies nor reads have bank
+  // conflicts.
   HOPWELL_DEVICE uint32_t place(int n) const {
     const int lane = arch::lane_index();
     return uint32_t(n * 512 + lane / 4 * 64 + ((lane % 4) ^ (lane / 8)) * 16);
@@ -159,7 +163,7 @@ struct WarpItems {
     for (int n = 0; n < Config::kPieces; ++n)
       arch::store_shared_v4(slot(to) + place(n), {{pieces[n][0], pieces[n][1], pieces[n][2], pieces[n][3]}});
   }
-  // The lane's pair.
+  // Reads the lane's pair of blocks.
   HOPWELL_DEVICE void read(int from, Block<T> (&x)[2]) const {
     const int lane = arch::lane_index();
     HOPWELL_UNROLL
@@ -180,7 +184,7 @@ struct WarpItems {
   }
 };
 
-// Waits for the copies to a slot, where those to all slots after it may be on their way.
+// Waits for the copies to a slot. The copies to later slots may still be in flight.
 HOPWELL_DEVICE void wait_for_slot(int i) {
   static_assert(OnePassConfig::kSlots == 4);
   if (i == 0)

@@ -25,7 +25,7 @@ QuantizeProblem check(const Nvfp4QuantizeArgs& args) {
   p.has_global = args.global_in != nullptr || args.global_in_value;
   p.global = check_global(check, "global_in", args.global_in, "global_in_value", args.global_in_value.value_or(0),
                           args.global_in_value.has_value(), false);
-  // A global on a CUDA device is not read here, for that would wait for the device: there it is data.
+  // A global scale in device memory is not checked, because reading it would wait for the device.
   if (p.has_global && (p.global.pointer == nullptr || check.device().device_type == kDLCPU)) {
     const float value = p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
     check.require(std::isfinite(value) && value > 0, args.global_in != nullptr ? "global_in" : "global_in_value",

@@ -1,4 +1,4 @@
-// nvfp4_quantize and nvfp4_dequantize: what their backends are given. Meaning and shapes: declaration.py.
+// nvfp4_quantize and nvfp4_dequantize: the checked problems that backends solve. declaration.py documents the arguments.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -19,7 +19,7 @@ struct QuantizeProblem {
   View codes;         // [rows, K/2]
   View global_scale;  // fp32, one element
   Scales scales;
-  bool has_global = false;  // else it comes from x
+  bool has_global = false;  // false: computed from x
   Global global;
   std::int64_t rows = 0, k = 0;
   runtime::Device device;

@@ -2,13 +2,15 @@
 //
 //     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
 //
-// Roles     a thread for each block of 16 numbers that share a scale; for two, of 16-bit x, where there are enough
-// Codes     encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
-//           many ties; of bf16 by sums that saturate
-// Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
-// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
-//           end on: nvfp4_quantize_amax writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
-//           nvfp4_quantize_blocks takes the largest of those. What stays on the chip is read once: one_pass.hpp.
+// Tile      a block of 16 numbers for a thread; two blocks if x has 16 bits and enough blocks
+// Roles     all threads are alike
+// Codes     encode.hpp: in fp32 if the global scale is given; by thresholds if it is computed from 16-bit x, because
+//           then ties are frequent; bf16 by saturating sums
+// Timeline  a global scale from x: nvfp4_quantize_amax reads x and writes the largest |x| of each CTA's blocks to the
+//           workspace. Each CTA of nvfp4_quantize_blocks reads these maxima, then quantizes from the end of x on, which
+//           L2 still holds. x that fits on the chip is read once: one_pass.hpp
+// Budget    a block: 32 or 64 bytes in, 9 bytes out; ~14 instructions a number, by sums ~12, most of them at full rate
+// Bound     memory
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"
@@ -26,16 +28,16 @@ struct QuantizeParams {
   uint8_t* codes;
   hopwell::nvfp4::Scales scales;
   float* global_scale;
-  const float* given_pointer;  // the global, or null
-  float given_value;           // the global if there is no pointer; 0: it comes from x
+  const float* global_pointer;  // the global, or null
+  float global_value;           // the global if there is no pointer; 0: it comes from x
   uint32_t* amax;  // bits of the largest |x| that each CTA of nvfp4_quantize_amax found; null if the global is given
   int64_t x_stride, codes_stride;
-  RowItems blocks, items;  // of one block or two, with those that pad scales
-  int partials;            // of amax
+  RowItems blocks, items;  // blocks of x; items of one or two blocks, including padding of the scales
+  int partials;            // elements of amax
   bool x_aligned, codes_aligned;
 };
 
-union QuantizeTable {  // for each scale byte
+union QuantizeTable {  // an entry for each scale byte
   Thresholds16 thresholds[128];
   Steps steps[128];
 };
@@ -45,7 +47,7 @@ struct QuantizeStorage {
   uint32_t max_of_warp[QuantizeConfig::kWarps];
 };
 
-// Over the CTA, in every thread.
+// Maximum over the CTA, in every thread.
 template <int kWarps>
 HOPWELL_DEVICE uint32_t max_of_cta(uint32_t (&of_warp)[kWarps], uint32_t bits) {
   bits = tile::max_of_warp(bits);
@@ -57,7 +59,8 @@ HOPWELL_DEVICE uint32_t max_of_cta(uint32_t (&of_warp)[kWarps], uint32_t bits) {
   return bits;
 }
 
-// The largest finite |x| of this CTA's blocks. Index, here and below: uint32_t for few blocks, or int64_t.
+// Writes the largest finite |x| of this CTA's blocks. Index, here and below, is uint32_t if RowItems::are_few(), else
+// int64_t.
 template <class T, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     nvfp4_quantize_amax(const __grid_constant__ QuantizeParams<T> p) {
@@ -90,27 +93,28 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   if (arch::thread_index() == 0) p.amax[arch::block_index()] = amax;
 }
 
-// The global scale of x with such an amax.
+// Global scale of an x whose largest |x| has these bits.
 HOPWELL_DEVICE float global_from(uint32_t amax_bits) {
   if (amax_bits == 0) return 1;
   const float global = arch::bit_cast<float>(amax_bits) / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax);
   return global == 0 ? 0x1p-149f : global;
 }
 
-// The global scale that holds, in every thread.
+// The global scale, given or computed from x, in every thread.
 template <class T>
 HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
-  if (p.given_pointer) return *p.given_pointer;
-  if (p.given_value != 0) return p.given_value;
+  if (p.global_pointer) return *p.global_pointer;
+  if (p.global_value != 0) return p.global_value;
   uint32_t amax = 0;
   for (int i = arch::thread_index(); i < p.partials; i += QuantizeConfig::kThreads)
     amax = p.amax[i] > amax ? p.amax[i] : amax;
   return global_from(max_of_cta(s.max_of_warp, amax));
 }
 
-// A block's scale. `reciprocal`: of the divisor where the global is usual and that of x, so that nothing overflows, and
-// what underflows is far below the smallest scale; or 0. With the nearest reciprocal one correction brings a quotient to
-// one of the two floats around it, and the next one to the nearest, as a division would.
+// Scale of a block, amax / divisor. `reciprocal` is 1 / divisor if the global scale is usual and comes from x: then
+// nothing overflows, and quotients that underflow are far below the smallest scale. Otherwise it is 0. Two fma
+// corrections give the quotient of a division: after the first it is a float next to the exact quotient, after the
+// second the nearest float.
 HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
   if (reciprocal == 0) return hopwell::nvfp4::encode_e4m3(amax / divisor);
   float quotient = amax * reciprocal;
@@ -123,7 +127,7 @@ HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
 #endif
 }
 
-// A table for all scales.
+// Fills the table for all scales.
 template <class T>
 HOPWELL_DEVICE void fill_table(QuantizeTable& table, float global) {
   if (const int scale = arch::thread_index(); scale < 128) {
@@ -145,7 +149,7 @@ HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&word
   for (int i = 0; i < 8; ++i) to[i] = uint8_t(words[i / 4] >> 8 * (i % 4));
 }
 
-// A byte for each block.
+// Stores the scales of kBlocks blocks, a byte each.
 template <int kBlocks>
 HOPWELL_DEVICE void store_scales(uint8_t* to, uint32_t scales) {
   if constexpr (kBlocks == 2)
@@ -174,7 +178,7 @@ HOPWELL_DEVICE GlobalScale global_scale_of(float global) {
   return {global, divisor, kByThresholds && is_usual(global) ? 1 / divisor : 0};
 }
 
-// Neighbouring blocks, whose largest magnitudes are `bits`, to their scales and codes.
+// Writes the scales and codes of consecutive blocks. `bits`: fp32 bits of the blocks' largest magnitudes.
 template <class T, bool kByThresholds, int kBlocks>
 HOPWELL_DEVICE void quantize_blocks(const QuantizeTable& table, const GlobalScale& global, const Block<T> (&x)[kBlocks],
                                     const uint32_t (&bits)[kBlocks], uint8_t* scales_at, uint8_t* codes_at,
@@ -201,8 +205,8 @@ HOPWELL_DEVICE void quantize_blocks(const QuantizeTable& table, const GlobalScal
     store_codes(codes_at, codes_aligned, words[0]);
 }
 
-// kBlocks neighbours of a row. Beyond the matrix, where a blocked layout has some: scales 0. The last blocks come first:
-// if the largest |x| was looked for, they are the ones that L2 still holds.
+// Quantizes items of kBlocks consecutive blocks. Padding of a blocked layout gets scales of 0. The last items come
+// first, because L2 still holds them after nvfp4_quantize_amax.
 template <class T, bool kByThresholds, int kBlocks, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     nvfp4_quantize_blocks(const __grid_constant__ QuantizeParams<T> p) {

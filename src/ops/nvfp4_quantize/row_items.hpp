@@ -1,4 +1,4 @@
-// A matrix whose rows have so many items each, which threads take in order: the row of an item, by a multiplication.
+// Index arithmetic for a matrix whose rows have `per_row` items each: the row of an item, by a multiplication.
 #pragma once
 
 #include "arch/platform.hpp"
@@ -11,7 +11,7 @@ struct RowItems {
 
   constexpr int64_t count() const { return rows * per_row; }
   constexpr bool are_few() const { return count() <= 0x7fffffff; }
-  HOPWELL_DEVICE uint32_t row(uint32_t item) const {  // of few
+  HOPWELL_DEVICE uint32_t row(uint32_t item) const {  // if are_few()
     return (item + uint32_t(uint64_t{item} * multiplier >> 32)) >> shift;
   }
   HOPWELL_DEVICE int64_t row(int64_t item) const { return are_few() ? row(uint32_t(item)) : item / per_row; }

@@ -12,7 +12,7 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-// CTAs for so many blocks of 16 numbers: a thread each, or so many CTAs a multiprocessor.
+// Number of CTAs: a thread for each block, but at most `per_multiprocessor` CTAs a multiprocessor.
 std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t per_multiprocessor, const runtime::Device& device) {
   const std::int64_t most = per_multiprocessor * device.sms;
   return static_cast<std::uint32_t>(
@@ -61,7 +61,7 @@ void launch_one_pass(const QuantizeProblem& p, void* workspace, Stream stream, c
   runtime::launch("nvfp4_quantize", nvfp4_quantize_one_pass<T>,
                   {.grid = {ctas},
                    .threads = OnePassConfig::kThreads,
-                   .cluster = HOPWELL_ON_DEVICE ? 1 : ctas,  // of which the emulator runs all CTAs at the same time
+                   .cluster = HOPWELL_ON_DEVICE ? 1 : ctas,  // the emulator runs all CTAs of a cluster at the same time
                    .shared_bytes = sizeof(OnePassStorage),
                    .programmatic_dependency = p.device.has_dependent_launches(),
                    .cooperative = true},
@@ -77,8 +77,8 @@ void launch_quantize(const QuantizeProblem& p, const QuantizePlan& plan, void* w
                                    .codes = p.codes.as<std::uint8_t>(),
                                    .scales = p.scales,
                                    .global_scale = p.global_scale.as<float>(),
-                                   .given_pointer = p.has_global ? p.global.pointer : nullptr,
-                                   .given_value = p.has_global ? p.global.value : 0,
+                                   .global_pointer = p.has_global ? p.global.pointer : nullptr,
+                                   .global_value = p.has_global ? p.global.value : 0,
                                    .amax = static_cast<std::uint32_t*>(workspace),
                                    .x_stride = p.x.stride[0],
                                    .codes_stride = p.codes.stride[0],
@@ -94,10 +94,11 @@ void launch_quantize(const QuantizeProblem& p, const QuantizePlan& plan, void* w
       shape.grid = {static_cast<std::uint32_t>(params.partials)};
       launch_amax(shape, stream, params);
     }
-    // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round,
-    // of as many as fit.
+    // Eight CTAs fit on a multiprocessor, so 16 are two waves. CTAs that first read the largest |x| and fill a table
+    // have
+    // one wave, because 5 of them fit.
     shape.grid = {quantize_grid(params.items.count(), pairs ? QuantizeConfig::kPairGrid : amax ? 5 : 16, p.device)};
-    // A global that comes from x makes many ties, which thresholds do not mind.
+    // With a global scale from x ties are frequent, and the thresholds are as fast with ties.
     if constexpr (sizeof(T) == 2) {
       if (pairs)
         return runtime::launch("nvfp4_quantize", nvfp4_quantize_blocks<T, true, 2, std::uint32_t>, shape, stream,

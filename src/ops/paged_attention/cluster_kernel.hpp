@@ -16,8 +16,8 @@
 // Timeline  µs; B 1, H 16, d 64, context 1000, back-to-back calls:
 //           −2.5 guess │ 0 kernel ahead ended, copies │ 1.8 first tile │ 2.5 sums │ 3.1 sent │ 3.4 there │ 3.7 stored
 // Budget    shared: per warp 2 stages × (8,192 + 256 or more) and its partial result, and 16 B for each pair of
-//           values: 8 warps 144 KiB (mma, d 128: 178, with r: 209); 6 warps 108 KiB, so that two CTAs fit an SM, one of
-//           this launch and one of the next. Registers: < 256
+//           values: 8 warps 144 KiB (mma, d 128: 178, with r: 209); 6 warps 108 KiB, so that a CTA of this launch and a
+//           CTA of the next launch fit an SM. Registers: < 256
 // Bound     short contexts: latencies, one after the other; long ones: memory, by as many SMs as clusters can have
 #pragma once
 
@@ -86,7 +86,7 @@ struct DealtTiles {
         count(32 >> p.lookups_log2),
         tile(arch::lane_index() >> p.lookups_log2),
         lookup(arch::lane_index() - (tile << p.lookups_log2)) {}
-  // Page for this lane's tile, one of `count` tiles from tile n on, read from the block table.
+  // Page for this lane's tile among `count` tiles from tile n on, read from the block table.
   HOPWELL_DEVICE int pages(const ClusterParams& p, int n) const {
     const int key = first + (n + tile) * stride + lookup * Tile::kKeysOfLookup;
     return key < end ? load_unsettled(table + key / p.cache.block) : -1;

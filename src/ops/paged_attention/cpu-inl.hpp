@@ -22,12 +22,12 @@ using cpu::HWY_NAMESPACE::LoadFloat;
 // remainders.
 using Tag8 = hn::CappedTag<float, 8>;
 using Tag4 = hn::CappedTag<float, 4>;
-constexpr std::int64_t kLanes = 8;   // of a row's partial sums in the vllm layout
-constexpr std::int64_t kTokens = 4;  // that share each load of q, or of acc
-constexpr std::int64_t kAheadBytes = 4096;
+constexpr std::int64_t kLanes = 8;   // partial sums of an element of acc in layout vllm
+constexpr std::int64_t kTokens = 4;  // tokens that share each load of q or acc
+constexpr std::int64_t kPrefetchBytes = 4096;
 
-// Asks for the vectors that lie `bytes` after those that are read, in the order of memory, and past the run's end for
-// the next run's. Without it, reads that alternate with arithmetic keep too few lines in flight.
+// Prefetches the vectors `bytes` ahead of the vectors being read, in memory order; beyond the run's end, the vectors of
+// the next run. Without it, reads that alternate with arithmetic keep too few lines in flight.
 template <class T>
 class Prefetcher {
  public:
@@ -60,12 +60,13 @@ class Prefetcher {
 
  private:
   static constexpr auto kLine = static_cast<std::int64_t>(64 / sizeof(T));
-  std::int64_t d_, inner_, inner_count_, outer_, inner_at_ = 0, remaining_ = 0;  // remaining_: of the run's own vectors
+  std::int64_t d_, inner_, inner_count_, outer_, inner_at_ = 0,
+                                                 remaining_ = 0;  // remaining_: vectors of this run to prefetch
   const T *at_, *next_;
 };
 
-// Touches every 4 KiB of the next run, so that its addresses are translated by the time its vectors are asked for: the
-// blocks of a sequence are strangers to each other, and a walk of the page tables takes longer than the read.
+// Touches every 4 KiB of the next run, so that its addresses are translated before its vectors are read. The pages of a
+// sequence are scattered, and a page table walk takes longer than the read.
 template <class T>
 HWY_INLINE void Translate(const Run<T>& run) {
   constexpr auto kPage = static_cast<std::int64_t>(4096 / sizeof(T));
@@ -136,7 +137,7 @@ template <class D, class T>
 HWY_INLINE void ScoreTokens(D d, const Run<T>& run, const T* k, std::int64_t tokens, const RowGroup& rows,
                             const float* q, float* logits) {
   const CacheStrides& s = run.strides;
-  const T* k1 = k + (tokens > 1 ? s.slot : 0);  // the last token again where there are fewer than four
+  const T* k1 = k + (tokens > 1 ? s.slot : 0);  // repeats the last token if there are fewer than four
   const T* k2 = k1 + (tokens > 2 ? s.slot : 0);
   const T* k3 = k2 + (tokens > 3 ? s.slot : 0);
   std::int64_t row = 0;
@@ -183,11 +184,11 @@ HWY_INLINE void Add2x4(const float* pa, const float* pb, std::int64_t size, cons
   }
 }
 
-// acc[row] += sum_t p[row, t] * v[t] for one head and at most kTokens tokens whose elements lie together.
+// acc[row] += sum_t p[row, t] * v[t] for one head and at most kTokens tokens with contiguous elements.
 template <class T>
 HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, const RowGroup& rows, const float* p,
                           float* acc) {
-  static constexpr T kZeros[kMaxD] = {};  // in place of tokens that there are not
+  static constexpr T kZeros[kMaxD] = {};  // for missing tokens
   const std::int64_t slot = run.strides.slot;
   const T* v1 = tokens > 1 ? v + slot : kZeros;
   const T* v2 = tokens > 2 ? v1 + slot : kZeros;
@@ -207,7 +208,7 @@ HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, co
   if (row < rows.rows_per_head) Add1x4(weights(row, a), run.d, v, v1, v2, v3, acc + row * rows.ld_vector);
 }
 
-// acc[row, e, lane] += p[row, t] * v[e, t] for one head, with the tokens of an element lying together and t = lane mod
+// acc[row, e, lane] += p[row, t] * v[e, t] for one head, if the tokens of an element are contiguous. lane = t mod
 // kLanes.
 template <class T>
 HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const RowGroup& rows, const float* p, float* acc) {
@@ -231,15 +232,15 @@ HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const RowGroup& rows, 
   }
 }
 
-// logits[head, t] = q[head] . k[head, t] where a token's heads lie together and each has one row: token by token, so
-// that memory is read front to back.
+// logits[head, t] = q[head] . k[head, t] if a token's heads are contiguous and each has one row: token by token, so that
+// memory is read sequentially.
 template <class T>
 HWY_INLINE void ScoreHeads(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   const CacheStrides& s = run.strides;
-  Prefetcher<T> prefetch(run, kAheadBytes);
+  Prefetcher<T> prefetch(run, kPrefetchBytes);
   for (std::int64_t t = 0; t < run.tokens; ++t) {
     for (std::int64_t head = 0; head < run.heads; head += 4) {
-      const std::int64_t left = run.heads - head;  // the last head again where there are fewer than four
+      const std::int64_t left = run.heads - head;  // repeats the last head if there are fewer than four
       const std::int64_t i1 = left > 1 ? 1 : 0, i2 = left > 2 ? 2 : i1, i3 = left > 3 ? 3 : i2;
       prefetch(i3 + 1);
       const T* k = run.data + t * s.slot + head * s.head;
@@ -259,7 +260,7 @@ HWY_INLINE void AddHeads(const Run<T>& run, const RowGroup& rows, const float* p
   const Tag8 d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t size = run.d;
-  Prefetcher<T> prefetch(run, kAheadBytes);
+  Prefetcher<T> prefetch(run, kPrefetchBytes);
   for (std::int64_t t = 0; t < run.tokens; ++t) {
     for (std::int64_t head = 0; head < run.heads; ++head) {
       prefetch(1);
@@ -279,7 +280,7 @@ HWY_INLINE void ForEachTokenBlock(const Run<T>& run, Body body) {
   const std::int64_t block = heads_inside ? kTokens : run.tokens;
   const std::int64_t block_bytes =
       heads_inside ? kTokens * run.heads * run.d * static_cast<std::int64_t>(sizeof(T)) : 0;
-  Prefetcher<T> prefetch(run, HWY_MAX(block_bytes, kAheadBytes));
+  Prefetcher<T> prefetch(run, HWY_MAX(block_bytes, kPrefetchBytes));
   for (std::int64_t first = 0; first < run.tokens; first += block) {
     for (std::int64_t head = 0; head < run.heads; ++head) {
       for (std::int64_t t = first; t < HWY_MIN(first + block, run.tokens); t += kTokens) {
@@ -295,7 +296,7 @@ HWY_INLINE void ForEachTokenBlock(const Run<T>& run, Body body) {
 template <class T>
 void Score(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   Translate(run);
-  const bool whole_vectors = run.strides.group % 8 == 0;  // no group of the vllm layout's fp32 fills one
+  const bool whole_vectors = run.strides.group % 8 == 0;  // false for layout vllm with fp32: groups of 4
   if (whole_vectors && rows.rows_per_head == 1 && run.strides.head < run.strides.slot)
     return ScoreHeads(run, rows, q, logits);
   ForEachTokenBlock(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {

@@ -1,16 +1,16 @@
 // Paged decode attention on the CPU, split by keys (flash decoding).
 //
-// A sequence's visible keys are cut into chunks of whole tiles, its (head, query) rows into groups; a work item is one
-// chunk for one group, and leaves (max, sum, unnormalised out) of its rows. A second pass merges the chunks of each row
-// in order. How a sequence is cut depends on its own length alone, so its result has the same bits for any number of
+// A sequence's visible keys are divided into chunks of whole tiles, its (head, query) rows into groups. A work item is a
+// chunk of a group and produces (max, sum, unnormalised out) of its rows. A second pass merges the chunks of each row in
+// order. The division depends on the sequence's own length alone, so its result has the same bits for any number of
 // threads and in any batch.
 //
-// An item walks its chunk in tiles of kTile keys, which are runs of consecutive slots of pages:
+// An item processes its chunk in tiles of kTile keys, which are runs of consecutive slots of pages:
 //   logits = (q + u) . k       all runs, each page's heads together, a KV head's rows sharing every load of k
 //   logits -> p                bias, scale, masks, running maximum and sum, row by row
 //   acc   += p . v             all runs
-// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Sums of long chunks are
-// taken in parts, so that roundings that all go the same way do not add up.
+// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Long chunks are summed in
+// parts of kMaxTerms terms, which bounds the rounding error.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/paged_attention/cpu.cpp"
 #include <hwy/foreach_target.h>
@@ -83,13 +83,13 @@ void accumulate(const Run<bfloat16>& run, const RowGroup& rows, const float* p, 
 }
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kHidden = -1;            // in place of the weight of a key that a row does not see
-constexpr std::int64_t kTile = 256;      // keys whose logits are held at a time
-constexpr std::int64_t kMaxChunks = 64;  // of a sequence: bounds the memory of partial results
-constexpr std::int64_t kMaxRows = 64;    // of a group: bounds a thread's scratch
-constexpr std::int64_t kMaxTerms = 512;  // that go one by one into an fp32 sum
+constexpr float kHidden = -1;            // stands for the weight of a key that a row does not see
+constexpr std::int64_t kTile = 256;      // keys whose logits are in memory at the same time
+constexpr std::int64_t kMaxChunks = 64;  // chunks of a sequence: bounds the memory of partial results
+constexpr std::int64_t kMaxRows = 64;    // rows of a group: bounds a thread's scratch
+constexpr std::int64_t kMaxTerms = 512;  // terms that are added one by one to an fp32 sum
 constexpr std::int64_t kTokenBytes =
-    8192;  // that a group reads of a token, heads permitting: enough for the prefetchers
+    8192;  // bytes of a token that a group reads, if it has enough heads: suits the prefetchers
 constexpr std::int64_t kLdLogits = kTile + 8;  // kernels write up to three logits past the last
 
 // Calls function(pointer to the view's element `offset`, typed).
@@ -109,7 +109,7 @@ void load(const View& view, std::int64_t offset, std::int64_t count, float* to) 
   with_type(view, offset, [&](const auto* from) { cpu::to_float(from, to, static_cast<std::size_t>(count)); });
 }
 
-// The keys of sequence n: [first, last) are those that at least one of its queries sees.
+// The keys of a sequence: at least one query sees each key of [first, last).
 struct Sequence {
   std::int64_t context, first, last, chunk;
   [[nodiscard]] std::int64_t chunks() const { return last > first ? (last - first + chunk - 1) / chunk : 0; }
@@ -124,8 +124,8 @@ Sequence sequence(const Problem& p, std::int64_t n) {
   return {context, first, context, kTile * std::max<std::int64_t>(1, (tiles + kMaxChunks - 1) / kMaxChunks)};
 }
 
-// How the h_q * q_len rows of a sequence, in the order [h_q][q_len], fall into groups: of whole KV heads, or of parts
-// of one.
+// Division of a sequence's h_q * q_len rows, in the order [h_q][q_len], into groups: a group has whole KV heads, or a
+// part of a KV head.
 struct Grouping {
   std::int64_t rows_per_head, rows, groups;
 
@@ -149,7 +149,7 @@ struct Grouping {
   std::int64_t groups_per_head_ = 1;
 };
 
-// What a row's chunk comes to, and where: [max, sum, acc[d]] with acc = sum_j exp(logit_j - max) * v_j.
+// Partial results of (chunk, row): [max, sum, acc[d]] with acc = sum_j exp(logit_j - max) * v_j.
 struct Partials {
   const Problem& p;
   std::vector<std::int64_t> first_chunk;  // [b + 1]
@@ -171,7 +171,7 @@ struct Partials {
   }
 };
 
-// One chunk of keys for one group of rows. Made once a thread, used for many.
+// Computes one chunk of keys for one group of rows. A thread constructs one worker and uses it for many items.
 template <class T>
 class Worker {
  public:
@@ -261,7 +261,7 @@ class Worker {
     }
   }
 
-  // The tile's extents, and the one that follows it, as far as it can be told: only a hint.
+  // Finds the tile's extents and the extent after the tile, which is only a prefetch hint.
   void find_pages(std::int64_t key, std::int64_t keys) {
     extents_.clear();
     const std::int32_t* table = p_.block_tables.as<const std::int32_t>() + n_ * p_.block_tables.stride[0];
@@ -289,7 +289,7 @@ class Worker {
     return {data, next, s, heads, extent.tokens, p_.d};
   }
 
-  // A row's query, and which of a tile's keys lie within its reach: [first, last).
+  // A row's query, and the keys [first, last) of a tile that causality and the window let it see.
   struct Reach {
     std::int64_t h, i, position, first, last;
   };
@@ -301,8 +301,8 @@ class Worker {
     return {h, i, position, first, std::clamp<std::int64_t>(position + 1 - key, first, keys)};
   }
 
-  // Turns a row's dot products into exp(logit - maximum so far). Returns whether it sees all of the tile's keys; if not,
-  // those that it does not see become kHidden.
+  // Turns a row's dot products into exp(logit - running maximum). Returns true if the row sees all keys of the tile.
+  // Otherwise the weights of hidden keys become kHidden.
   bool softmax(std::int64_t row, std::int64_t key, std::int64_t keys) {
     float* x = logits_.get() + row * kLdLogits;
     const auto [h, i, position, first, last] = reach(row, key, keys);
@@ -335,7 +335,7 @@ class Worker {
     return false;
   }
 
-  // x = scale * (x + bias) - slope * delta, or -inf where the bias is. Returns whether no bias was -inf.
+  // x = scale * (x + bias) - slope * delta, or -inf if the bias is -inf. Returns true if no bias was -inf.
   bool finish_logits(std::int64_t row, std::int64_t h, std::int64_t i, std::int64_t position, std::int64_t key,
                      std::int64_t keys, float* x) {
     const float scale = p_.scale;
@@ -360,7 +360,7 @@ class Worker {
     return all_seen;
   }
 
-  // bias_[0..keys): of the keys from `key` on, all at or before `position`.
+  // Loads the biases of `keys` keys from `key` on into bias_. All keys are at or before `position`.
   void load_bias(std::int64_t row, std::int64_t h, std::int64_t i, std::int64_t position, std::int64_t key,
                  std::int64_t keys) {
     float* to = bias_.get();
@@ -388,7 +388,7 @@ class Worker {
     }
   }
 
-  // The bias beyond the last column; `load_last` fetches that column's.
+  // The bias of columns beyond the last column; `load_last` loads the last column's bias.
   template <class LoadLast>
   float beyond(LoadLast load_last) const {
     float last[4] = {};  // kernels write four
@@ -406,7 +406,7 @@ class Worker {
     });
   }
 
-  // Row by row and without the keys that a row does not see, whose values may be anything.
+  // Accumulates row by row, without the keys that a row does not see, because their values may be NaN.
   void accumulate_seen(const Run<T>& run, const RowGroup& rows, const float* p) {
     const RowGroup one{1, rows.ld_vector, rows.ld_logits};
     for (std::int64_t row = 0; row < rows_; ++row, p += rows.ld_logits) {
@@ -435,8 +435,8 @@ class Worker {
     std::fill_n(acc_.get(), rows_ * p_.d * columns_, 0.0F);
   }
 
-  // Values that a row sees and that are not finite count whole in `sums` [d], as weights that are positive but round to 0
-  // would make NaN of an infinity.
+  // Adds values that a row sees and that are not finite to `sums` [d] with weight 1, because a positive weight that
+  // rounds to 0 would turn an infinity into NaN.
   void count_whole(std::int64_t row, std::int64_t first_key, std::int64_t last_key, float* sums) {
     std::vector<float> whole(static_cast<std::size_t>(p_.d));
     for (std::int64_t key = first_key; key < last_key; key += kTile) {
@@ -462,7 +462,7 @@ class Worker {
 
   const Problem& p_;
   const Grouping& grouping_;
-  std::int64_t columns_;  // partial sums an element of acc has
+  std::int64_t columns_;  // partial sums of an element of acc
   bool has_totals_ = false;
   cpu::Scratch<float> q_u_, q_v_, logits_, bias_, acc_, totals_, max_;
   cpu::Scratch<double> sum_;

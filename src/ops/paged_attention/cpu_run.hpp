@@ -1,4 +1,4 @@
-// What the CPU's inner loops work on.
+// Operands of the CPU's inner loops.
 #pragma once
 
 #include "ops/paged_attention/op.hpp"
@@ -6,7 +6,7 @@
 namespace hopwell::ops::paged_attention {
 
 // The vectors that a kernel reads: `tokens` consecutive slots of one page, for `heads` consecutive KV heads. `next` is
-// the data of the run that will be read after this one: a page may be anywhere, so the hardware cannot foresee it.
+// the data of the run that is read after this run: pages are scattered, so the hardware prefetcher cannot predict it.
 template <class T>
 struct Run {
   const T* data;
@@ -15,8 +15,7 @@ struct Run {
   std::int64_t heads, tokens, d;
 };
 
-// RowGroup of a group, `rows_per_head` to a KV head: matrices [heads * rows_per_head, ...] with these distances between
-// rows.
+// Rows of a group, `rows_per_head` for each KV head: matrices [heads * rows_per_head, ...] with these row strides.
 struct RowGroup {
   std::int64_t rows_per_head, ld_vector, ld_logits;
 };

@@ -10,7 +10,7 @@ namespace {
 constexpr const char* kName = "paged_attention";
 constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxBlock = 256;
 
-// A view with a dimension of size 1 put in at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
+// The view with a dimension of size 1 inserted at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
 View unsqueezed(View view, int dim) {
   const auto at = static_cast<std::size_t>(dim), end = static_cast<std::size_t>(view.ndim);
   std::copy_backward(view.shape.begin() + dim, view.shape.begin() + view.ndim, view.shape.begin() + view.ndim + 1);
@@ -21,14 +21,14 @@ View unsqueezed(View view, int dim) {
   return view;
 }
 
-// A first dimension of 1 repeated `size` times.
+// Broadcasts a first dimension of 1 to `size`.
 View broadcast(View view, std::int64_t size) {
   if (view.shape[0] == 1) view.stride[0] = 0;
   view.shape[0] = size;
   return view;
 }
 
-// "1" where the tensor has a first dimension of 1, which stands for any number, else `name`.
+// Size 1 if the tensor's first dimension is 1, which is broadcast; otherwise `name`.
 Dim or_one(const DLTensor* tensor, const char* name) {
   return tensor != nullptr && has_sizes(*tensor) && tensor->ndim > 0 && tensor->shape[0] == 1 ? Dim(1) : Dim(name);
 }

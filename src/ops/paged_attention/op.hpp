@@ -1,4 +1,4 @@
-// paged_attention: what its backends are given. Meaning and shapes: declaration.py.
+// paged_attention: the checked problem that backends solve. declaration.py documents the arguments.
 #pragma once
 
 #include <hopwell/enums.h>
@@ -14,18 +14,18 @@ namespace hopwell::ops::paged_attention {
 
 constexpr std::int64_t kMaxD = 256;
 
-// Where the vectors of a cache lie, in elements, whatever its layout: element e of (page, kv head, slot) is at
+// Strides of a cache, in elements, for all layouts. Element e of (page, KV head, slot) is at
 //   page * .page + head * .head + slot * .slot + e / group * group_stride + e % group.
 struct CacheStrides {
   std::int64_t page = 0, head = 0, slot = 0;
-  std::int64_t group = 0;         // elements that lie together: d; for the vllm layout x of a key and 1 of a value
+  std::int64_t group = 0;         // contiguous elements: d; layout vllm: x of a key, 1 of a value
   std::int64_t group_stride = 0;  // from one group to the next
 };
 
 struct Problem {
   View q;             // fp32, fp16 or bf16 [b, q_len, h_q, d]
-  View k_cache;       // like q, as given
-  View v_cache;       // like q, as given
+  View k_cache;       // like q, in the layout of the caller
+  View v_cache;       // like q, in the layout of the caller
   View block_tables;  // int32 [b, max_blocks]
   View context_lens;  // int32 [b]
   View pos_bias_u;    // q's dtype or fp32 [h_q, d], or absent

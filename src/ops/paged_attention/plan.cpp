@@ -8,18 +8,20 @@ namespace hopwell::ops::paged_attention {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896F;
-constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
-constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
+constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // keys of a sequence, so positions stay far from 2^31
+constexpr int kMaxHeads = 32;                             // KV heads of a row block: the lanes of a warp
 constexpr int kMinTile = 2;                               // keys
-constexpr int kTilesOfTwoBlocks = 12;                     // of a warp, at least
-constexpr int kMaxRowsAbreast = 32;                       // query vectors of heads that lie side by side
+constexpr int kTilesOfTwoBlocks = 12;                     // fewest tiles of a warp for which two blocks are faster
+constexpr int kMaxInterleavedRows = 32;                   // query vectors of a row block with interleaved heads
 
-// Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
-// it than others; up to kShort few warps a CTA are enough.
+// Thresholds for the longest sequence that the block tables allow, in keys:
+//
+//     up to kLong    the cluster kernel is faster, although some SMs have less work than others, or none
+//     up to kShort   kShortWarps warps a CTA are enough
 constexpr int kLong = 4096, kShort = 2048, kShortWarps = 6;
-constexpr int kMaxClusterHeads = 4;                             // of a row block of the cluster kernel
-constexpr std::int64_t kMaxBytes = std::int64_t{1} << 28;       // of K and V; for more equal shares count more
-constexpr std::size_t kSmBytes = 228 * 1024, kCtaBytes = 1024;  // of shared memory; of it what a CTA takes for itself
+constexpr int kMaxClusterHeads = 4;                        // KV heads of a row block of the cluster kernel
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 28;  // K and V; above, the split kernel's equal work is faster
+constexpr std::size_t kSmBytes = 228 * 1024, kCtaBytes = 1024;  // shared memory of an SM; of a CTA for the system
 
 int to_int(std::int64_t x) { return static_cast<int>(x); }
 std::int64_t width_of(const View& view) { return static_cast<std::int64_t>(size_of(view.dtype)); }
@@ -28,14 +30,15 @@ Float type_of(const View& view) {
   return view.dtype == DType::kFloat32 ? Float::fp32 : view.dtype == DType::kFloat16 ? Float::fp16 : Float::bf16;
 }
 
-// Whether rows, of the first dimensions, lie in whole chunks of 16 bytes.
+// True if all rows, indexed by the first `dimensions` dimensions, are 16-byte aligned.
 bool aligned(const View& view, std::size_t dimensions) {
   bool ok = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
   for (std::size_t i = 0; i < dimensions; ++i) ok &= view.shape[i] <= 1 || view.stride[i] * width_of(view) % 16 == 0;
   return ok;
 }
 
-// Whether pages do not lie in whole chunks of 16 bytes at distances below 2^31 bytes.
+// True if 16-byte copies are impossible: the chunks of a page are not 16-byte aligned, or their offsets exceed 2^31
+// bytes.
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
   const auto near = [&](const CacheStrides& at) {
@@ -45,7 +48,7 @@ bool scattered(const Problem& problem) {
   return problem.block % (16 / width) != 0 || !rows_aligned(problem.k_cache) || !rows_aligned(problem.v_cache) ||
          !near(problem.k) || !near(problem.v);
 }
-// Whether pages follow one another at distances of less than 4 GiB: tiles of kind mma multiply by 32 bits of it.
+// True if the page stride is not negative and below 4 GiB: tiles of kind mma multiply by 32 bits of it.
 bool pages_are_near(const Problem& problem) {
   const auto [least, most] = std::minmax(problem.k.page, problem.v.page);
   return least >= 0 && most * width_of(problem.q) < std::int64_t{1} << 32;
@@ -54,28 +57,28 @@ bool pages_are_near(const Problem& problem) {
 // Keys of a tile of kind key_major.
 int keys_of(const KeyMajorShape& shape, int heads) { return 32 / shape.lanes / heads * shape.keys; }
 
-// Whether rows of `heads` neighbouring KV heads follow one another, so that the lanes of a warp read them together.
+// True if the rows of `heads` neighbouring KV heads are contiguous, so that a warp reads them together.
 bool can_join(const Problem& problem, int heads) {
   const KeyMajorShape shape = key_major_shape(problem);
   return tile_kind(problem) == TileKind::key_major && problem.h_kv % heads == 0 && problem.k.head == problem.d &&
          problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
-// Keys of a tile of kind mma. Partial results of two blocks in which q lies in two parts leave room for half of them.
+// Keys of a tile of kind mma. With two blocks and a split q, the partial results leave room for half as many.
 int mma_keys(const Problem& problem, int blocks) {
   const int keys = problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16;
   return blocks > 1 && !exact_query(problem) ? keys / 2 : keys;
 }
 
-// KV heads that warps walk along side by side with mma tiles, so that lines of memory that neighbouring heads share are
-// asked for at the same time. Those that leave the fewest lines to be asked for twice; up to kMaxRowsAbreast query vectors, as
-// all that a CTA has of a row block may have to be handed over.
-int heads_abreast(const Problem& problem, int max_heads, int queries) {
+// Number of KV heads that the warps of a CTA read interleaved with mma tiles, a head a warp, so that lines that
+// neighbouring heads share are read at the same time. Returns the number with the fewest lines read twice. At most
+// kMaxInterleavedRows query vectors, because a CTA may publish all of them as a partial result.
+int best_interleaved_heads(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
-  // With q in two parts of two blocks it costs more than it gives where heads share halves of lines (d 96, measured).
+  // With two blocks and a split q it is slower if heads share half lines (d = 96, measured).
   const bool pays = exact_query(problem) || queries <= 8 || row % 64 != 0;
   const bool rows = problem.layout != HOPWELL_CACHE_VLLM && problem.k.head == problem.d && problem.v.head == problem.d;
-  // That there are surely warps for.
+  // Most heads for which the CTA has enough warps.
   const int most = exact_query(problem) && problem.device.shared_bytes >= std::size_t{160} * 1024 ? 4 : 2;
   const auto lines_of = [&](std::int64_t heads) {
     std::int64_t lines = 0;
@@ -85,17 +88,17 @@ int heads_abreast(const Problem& problem, int max_heads, int queries) {
   };
   int best = 1;
   for (int heads = 2; rows && pays && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 &&
-                      heads * queries <= kMaxRowsAbreast;
+                      heads * queries <= kMaxInterleavedRows;
        heads *= 2)
     if (lines_of(heads) < lines_of(best)) best = heads;
   return best;
 }
 
-// How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
+// Divides the heads into row blocks of at most `max_heads` KV heads, and a row block's tile between the lanes of a warp.
 void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
   const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
   Schedule& schedule = p.schedule;
-  int lanes = 1, heads = 1, queries = 1, tile = 1, abreast = 1;
+  int lanes = 1, heads = 1, queries = 1, tile = 1, interleaved_heads = 1;
   switch (tile_kind(problem)) {
     case TileKind::dimension_major:
       while (lanes * 8 * elements < p.query.d) lanes *= 2;
@@ -109,10 +112,10 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
       tile = mma_keys(problem, mma_blocks);
-      heads = abreast = heads_abreast(problem, max_heads, queries);
+      heads = interleaved_heads = best_interleaved_heads(problem, max_heads, queries);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
-  schedule.abreast = abreast;
+  schedule.interleaved_heads = interleaved_heads;
   schedule.pairs = heads * queries * p.query.half;
   schedule.pieces = (schedule.pairs.value + 63) / 64;
   schedule.passes = (rows + queries - 1) / queries;
@@ -174,7 +177,7 @@ PositionBias bias_of(const Problem& problem) {
   p.log2_scale = problem.post_scale ? kLog2E : problem.scale * kLog2E;
   p.window = to_int(std::min(problem.window, kMaxKeys)), p.key_end = to_int(kMaxKeys);
   if ((problem.bias || problem.r) && problem.out_of_range == HOPWELL_OUT_OF_RANGE_NEG_INF) {
-    // What no column reaches is as invisible as what lies outside of a window.
+    // Keys without a column are hidden, like keys outside of the window.
     int& limit = by_key ? p.key_end : p.window;
     limit = std::min(limit, p.extent);
   }
@@ -201,7 +204,7 @@ PrefetchLines prefetch_of(const Problem& problem) {
   return {.tables = lines(problem.block_tables), .q = lines(problem.q), .lens = lines(problem.context_lens)};
 }
 
-// All that both kernels are given, with at most `max_heads` KV heads in a row block.
+// Parameters that both kernels have, with at most `max_heads` KV heads in a row block.
 Params params_of(const Problem& problem, int max_heads, int mma_blocks) {
   Params p{.query = query_of(problem),
            .cache = cache_of(problem),
@@ -213,7 +216,7 @@ Params params_of(const Problem& problem, int max_heads, int mma_blocks) {
   return p;
 }
 
-// Where all row blocks are equally long, CTAs take whole ones, though up to one in 33 then has nothing to do.
+// Row blocks of a CTA if all row blocks are equally long; 0 if more than 1 CTA in 33 would then have no work.
 int whole_blocks(const Params& p) {
   const std::int64_t ctas = p.schedule.ctas.value, row_blocks = std::int64_t{p.query.b} * p.schedule.row_blocks,
                      of_cta = (row_blocks + ctas - 1) / ctas;
@@ -227,7 +230,8 @@ TileKind tile_kind(const Problem& problem) {
   const std::int64_t queries = problem.h_q / problem.h_kv * problem.q_len;
   const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem) &&
                     pages_are_near(problem);
-  // Where tiles of wide rows leave room for few warps a second pass, which finds them in L2, takes the same time (measured).
+  // A split q with d > 128 leaves room for few warps. Up to two passes of the other tile, whose keys the second pass
+  // finds in L2, then take the same time (measured).
   const bool pays = vllm || queries > (wide && !exact_query(problem) ? 2 : 1);
   if (pays && fits && !problem.r) return TileKind::mma;
   return vllm ? TileKind::dimension_major : TileKind::key_major;
@@ -239,8 +243,8 @@ bool exact_query(const Problem& problem) {
   return pairs && !problem.pos_bias_u;
 }
 
-// Two blocks of d > 128 would leave room for few warps. Where warps have few tiles, the beginning and the end of a call
-// count, which twice the rows make longer.
+// Two blocks of d > 128 leave room for few warps. If warps have few tiles, the beginning and the end of a call
+// dominate, and twice the rows make them longer.
 int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
   if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
@@ -248,27 +252,31 @@ int mma_blocks(const Problem& problem) {
   return keys / mma_keys(problem, 1) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
-// Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
-// stage (tiles/key_major.hpp), and a lane has two to five octets. Of the shapes that have room for a row it is the one
-// whose tiles, of as many heads as they can join, have whole lines of a key: a line that two row blocks share comes from
-// memory twice, and the times of an H100 followed that count. Then one without five octets, and the one with the least
-// room. Many octets mean many registers for the query, so fewer keys, and four at most in fp32; the fused form has none
-// left.
+// Rows that fill a power of two of lanes, an 8-element vector each, are copied by the lanes that read them. Other rows
+// are packed in a stage (tiles/key_major.hpp), and a lane has two to five vectors. Order of preference among the shapes
+// that hold a row:
+//
+//     whole lines         tiles with as many heads as they can join have whole lines of a key. A line that two row
+//                         blocks share is read twice; the times of an H100 followed the number of such lines
+//     not five vectors    many vectors need many registers for the query, so fewer keys; fp32 has at most four
+//     least padding
+//
+// With r, registers suffice for one vector only.
 KeyMajorShape key_major_shape(const Problem& problem) {
   const int d = to_int(problem.d), width = to_int(width_of(problem.q)), most = 16 / width;
-  const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
-  KeyMajorShape best{.lanes = problem.r ? most : 4, .octets = 1, .keys = 4};
+  const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.vectors * 8; };
+  KeyMajorShape best{.lanes = problem.r ? most : 4, .vectors = 1, .keys = 4};
   while (room(best) < d) best.lanes *= 2;
   if (best.lanes >= most) best.keys = most;
   if (problem.r || room(best) == d) return best;
   const auto cost = [&](const KeyMajorShape& shape) {
     const int heads = keys_of(shape, 1) / std::max(shape.keys, kMinTile), line = heads * d * width % 128;
-    return std::tuple(line > 0, shape.octets == 5, room(shape));
+    return std::tuple(line > 0, shape.vectors == 5, room(shape));
   };
-  best = {.lanes = 8, .octets = 4, .keys = most / 4};
+  best = {.lanes = 8, .vectors = 4, .keys = most / 4};
   for (const int lanes : {4, 8}) {
-    for (int octets = lanes / 4 + 1; octets <= (width == 4 ? 4 : 5); ++octets) {
-      const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets <= 3 ? most / 2 : most / 4};
+    for (int vectors = lanes / 4 + 1; vectors <= (width == 4 ? 4 : 5); ++vectors) {
+      const KeyMajorShape shape{.lanes = lanes, .vectors = vectors, .keys = vectors <= 3 ? most / 2 : most / 4};
       if (room(shape) >= d && cost(shape) < cost(best)) best = shape;
     }
   }
@@ -281,7 +289,7 @@ const char* unsupported(const Problem& problem) {
   if (problem.max_blocks * problem.block > kMaxKeys) return "needs max_blocks * block at most 2^30";
   if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
     return "needs b, blocks and q_len * h_q * d below 2^31";
-  const std::int64_t tiles = problem.max_blocks * problem.block / kMinTile + 1;  // of a sequence, at most
+  const std::int64_t tiles = problem.max_blocks * problem.block / kMinTile + 1;  // most tiles of a sequence
   if (tiles * problem.b >= kLimit || tiles * problem.h_q * problem.q_len >= kLimit)
     return "needs max_blocks * block * b (or q_len * h_q) below 2^32";
   return nullptr;
@@ -292,8 +300,8 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   Schedule& schedule = p.schedule;
   int warps = kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;
-  warps -= warps % schedule.abreast.value;
-  schedule.shares = warps / schedule.abreast.value;
+  warps -= warps % schedule.interleaved_heads.value;
+  schedule.shares = warps / schedule.interleaved_heads.value;
   schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
   schedule.merge_groups = std::max(1, warps / schedule.pieces.value);
   schedule.partition_by_warp = p.query.b <= 64;
@@ -307,8 +315,8 @@ std::size_t split_workspace_bytes(const Params& params) {
   return static_cast<std::size_t>(params.schedule.ctas.value * params.schedule.pieces) * kPieceBytes;
 }
 
-// The heads of a row block, and the largest clusters that all run at a time: so that most SMs have work, and of equal
-// plans the one that reads more heads together.
+// Chooses the heads of a row block, and the largest cluster size for which all clusters run at the same time. Prefers
+// the plan with the most CTAs, and among equal plans the plan with more heads.
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
   const Params single = params_of(problem, 1, 1);
   ClusterPlan best;
@@ -344,7 +352,7 @@ ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, co
                              int keys_of_lookup) {
   ClusterParams p{params_of(problem, plan.heads, 1), {}, {}, 0, 0};
   p.cluster = plan.size, p.slice = (p.schedule.pairs.value + plan.size - 1) / plan.size;
-  // Where two CTAs fit on an SM the next launch's can come while this one runs.
+  // If two CTAs fit on an SM, CTAs of the next launch can start while this launch runs.
   const bool two_fit = 2 * (shared.with(kShortWarps) + kCtaBytes) <= kSmBytes;
   int warps = two_fit && p.cache.max_context <= kShort ? kShortWarps : kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;

@@ -1,5 +1,5 @@
-// paged_attention on GPUs: which kernel and which tile run a problem, and with what parameters. On the host, once a
-// call, from the shape and the device: what is found out here the kernels need not find out.
+// Plan of paged_attention on GPUs: kernel, tile and parameters. Computed on the host, once a call, from the shape and
+// the device, so that the kernels do not compute it again.
 #pragma once
 
 #include <cstddef>
@@ -14,25 +14,26 @@ namespace hopwell::ops::paged_attention {
 enum class TileKind { key_major, dimension_major, mma };
 TileKind tile_kind(const Problem& problem);
 
-// Whether q, of 16 bits, goes to the tensor cores as it lies in memory: nothing is added to it, and its elements lie in
-// words. Tiles of kind mma with two blocks or more than 128 dimensions are smaller for others, and none has 96 or 192.
+// True if the tensor cores can read a 16-bit q unconverted: nothing is added to it, and its pairs of elements are
+// aligned. Otherwise tiles of kind mma split q + u into two parts. With two blocks or d > 128 they are then smaller,
+// and there is no tile for 96 or 192 dimensions.
 bool exact_query(const Problem& problem);
 
-// The blocks of 8 query vectors each that a tile of kind mma has in the split kernel: 1 or 2. In the cluster kernel, whose
-// calls are short, it has one.
+// Number of blocks of 8 query vectors in a tile of kind mma of the split kernel: 1 or 2. The cluster kernel has 1,
+// because its calls are short.
 int mma_blocks(const Problem& problem);
 
-// The tiles of kind key_major: lanes that share a key's row, eighths of dimensions and keys that each of them has.
+// Tile of kind key_major: lanes that share a key's row; 8-element vectors of the row, and keys, that each lane has.
 struct KeyMajorShape {
-  int lanes, octets, keys;
+  int lanes, vectors, keys;
 };
 KeyMajorShape key_major_shape(const Problem& problem);
-constexpr int kMaxJoinedHeads = 8;  // of a row block
+constexpr int kMaxJoinedHeads = 8;  // most KV heads of a row block of kind key_major
 
-// Why neither GPU kernel supports the problem, or null.
+// The reason if neither GPU kernel supports the problem; otherwise null.
 const char* unsupported(const Problem& problem);
 
-// The shared memory of a CTA: its own, and each of its warps'.
+// Shared memory of a CTA: a common part and a part for each warp.
 struct SharedBytes {
   std::size_t of_cta, of_warp;
   [[nodiscard]] constexpr std::size_t with(int warps) const {
@@ -48,11 +49,11 @@ struct TileKernel {
   int keys_of_lookup = 1;  // consecutive keys of a tile whose page is looked up once
 };
 
-// ---- split_kernel.hpp: all keys shared out equally, one CTA an SM --------------------------------------------------
+// ---- split_kernel.hpp: all keys divided equally, one CTA an SM -----------------------------------------------------
 
-// All but where partial results go and their tag.
+// All parameters except the workspace and the launch tag.
 Params plan_split(const Problem& problem, const SharedBytes& shared);
-// Size of the workspace, which has room for a partial result of each CTA.
+// Size of the workspace: a partial result of each CTA.
 std::size_t split_workspace_bytes(const Params& params);
 
 // Plan of a call. `params` has the addresses of the problem's tensors.
@@ -66,16 +67,16 @@ struct SplitPlan {
 
 constexpr int kMaxCluster = 8;
 
-// How many clusters of so many CTAs run at a time, one CTA an SM.
+// Number of clusters of `size` CTAs that run at the same time, one CTA an SM.
 using ClustersThatFit = int (*)(int size, const runtime::Device& device);
 
 struct ClusterPlan {
-  int heads = 1, clusters = 0;  // of a row block; row blocks of all sequences
-  int size = 0;                 // CTAs of a cluster; 0: not all clusters run at a time
+  int heads = 1, clusters = 0;  // KV heads of a row block; row blocks of all sequences
+  int size = 0;                 // CTAs of a cluster; 0: not all clusters run at the same time
   [[nodiscard]] int ctas() const { return clusters * size; }
 };
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
-// The same, or the reason why the cluster kernel does not support the problem or is slower than the split kernel.
+// plan_clusters(), or the reason why the cluster kernel does not support the problem or is slower than the split kernel.
 runtime::PlanOr<ClusterPlan> plan_clusters_if_faster(const Problem& problem, ClustersThatFit clusters_that_fit);
 // `keys_of_lookup`: see TileKernel.
 ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,

@@ -80,11 +80,11 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
     return;
   }
   arch::syncwarp();
-  const int pairs = p.schedule.pairs / p.schedule.abreast;
+  const int pairs = p.schedule.pairs / p.schedule.interleaved_heads;
   for (int o = 2 * arch::lane_index(); o < pairs; o += 64) {
     PairIndex at(p, o);
     const auto sums = load_sums<4>(storage.partial(kBegunHere), tile.pitch(), at);
-    if constexpr (Tile::kAbreast) at.row += tile.head * p.schedule.queries;
+    if constexpr (Tile::kInterleavesHeads) at.row += tile.head * p.schedule.queries;
     store_sums<typename Tile::Type>(p, segment.sequence, segment.row_block, at, sums);
   }
   arch::syncwarp();  // kept: before the next segment's partial result; in mma tiles lanes exchange other data before
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_split(const __
   if (arch::lane_index() == 0)
     for (PartialInfo& info : s.of_cta.merge.info[warp]) info.extent = Extent::none;
   Tile tile(p);
-  if constexpr (Tile::kAbreast) tile.head = warp / p.schedule.shares;
+  if constexpr (Tile::kInterleavesHeads) tile.head = warp / p.schedule.shares;
   tile::wait_for_prior_kernels();
   WarpWork found;
   find_work(p, s.of_cta.partition, found);

@@ -76,7 +76,7 @@ void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t
 // out[i] = code * scale * factor in the order of k. code * scale is exact, the product with factor rounds once.
 void decode(const std::uint8_t* codes, const float* scales, float factor, std::size_t k, float* out);
 
-// max |x[i]| over the finite x[i]; 0 if there are none.
+// max |x[i]| over the finite x[i]; 0 if no x[i] is finite.
 float finite_amax(const float* x, std::size_t count);
 
 // Codes [k / 2] and scale bytes [k / 16] of one row for a given global scale, as hopwell.h defines them.

@@ -22,7 +22,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 #if HWY_TARGET != HWY_SCALAR
 
-// Offset in k, within a step, of lane `lane` of vector `vector`, one of the 8 vectors of floats that a step decodes to.
+// Offset in k, within a step, of lane `lane` of vector `vector`. A step decodes to 8 vectors of floats.
 HWY_INLINE std::size_t PlaceOfLane(std::size_t vector, std::size_t lane) {
   const std::size_t half = vector / 4, nibble = vector / 2 % 2, second = vector % 2;
   return 2 * (16 * (lane / 4) + 8 * half + 2 * (lane % 4) + second) + nibble;
@@ -85,8 +85,8 @@ HWY_INLINE hn::Vec<Ints> AddPairs(ShortVec a, ShortVec b, hn::Vec<Ints> sum) {
 #endif
 }
 
-// Offset in k, within a step, of lane `lane` of vector `vector`, one of the 4 vectors of shorts that a step decodes to:
-// the low nibbles of even and of odd bytes, then the high nibbles. Four lanes, so two pair sums, share a scale.
+// Offset in k, within a step, of lane `lane` of vector `vector`. A step decodes to 4 vectors of shorts: the low nibbles
+// of even and of odd bytes, then the high nibbles. Four lanes, so two pair sums, share a scale.
 HWY_INLINE std::size_t PlaceOfShort(std::size_t vector, std::size_t lane) {
   return 4 * lane + 2 * (vector % 2) + vector / 2;
 }

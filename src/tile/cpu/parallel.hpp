@@ -1,5 +1,5 @@
-// Loops over independent items on threads of the library's own, as every CPU kernel here uses them. Between loops these
-// sleep, so that they hold up nobody else's, such as PyTorch's.
+// Loops over independent items on threads of the library's own, for all CPU kernels. Between loops the threads sleep, so
+// that they do not delay other threads of the process, such as PyTorch's.
 #pragma once
 
 #include <algorithm>
@@ -26,18 +26,19 @@ class Scratch {
   std::unique_ptr<T, Free> data_;
 };
 
-// How many threads a loop that starts here may have, the calling one included: as set, else HOPWELL_NUM_THREADS (an Error
-// if that is no number), else OMP_NUM_THREADS, else as many as this process has processors. In a loop it is 1.
+// How many threads a loop that starts here may have, the calling one included: as set, else HOPWELL_NUM_THREADS (an
+// Error if that is no number), else OMP_NUM_THREADS, else as many as this process has processors. In a loop it is 1.
 int max_threads();
 void set_max_threads(int threads);  // at least 1, or 0: no longer set
 
 // Calls body(context), which must not throw, on this thread and, if they come before it has returned, on up to
-// `threads` - 1 others; returns when all have. The others compute in the default floating-point mode; this one computes in
-// its caller's, which for an operator is the default mode too (runtime/float_mode.hpp).
+// `threads` - 1 others; returns when all have. The others compute in the default floating-point mode; this one computes
+// in its caller's, which for an operator is the default mode too (runtime/float_mode.hpp).
 void run_on_threads(int threads, void (*body)(void* context), void* context);
 
-// Throws if this thread's loop has failed on another thread, or if the caller interrupts its call (hopwell/interrupt.hpp).
-// parallel_for() comes here between items. An item that takes long comes here too, unless others wait for it (Turns).
+// Throws if this thread's loop has failed on another thread, or if the caller interrupts its call
+// (hopwell/interrupt.hpp). parallel_for() comes here between items. An item that takes long comes here too, unless
+// others wait for it (Turns).
 void interruption_point();
 
 // While it lives, interruption_point() on this thread looks at a loop's flag.
@@ -53,7 +54,7 @@ class LoopScope {
 };
 
 // Calls body(item, state) for every item in [0, items), handed out in ascending order, from at most
-// `most_threads` threads; `make_state()` makes each thread's scratch. What a body throws is rethrown here.
+// `most_threads` threads; `make_state()` makes each thread's scratch. An exception of a body is rethrown here.
 template <class MakeState, class Body>
 void parallel_for(std::int64_t items, std::int64_t most_threads, MakeState make_state, Body body) {
   if (items <= 0) return;

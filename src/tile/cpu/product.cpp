@@ -18,7 +18,7 @@ namespace hopwell::cpu {
 constexpr std::int64_t kDepth = 640;
 constexpr std::int64_t kPanelColumns = 48;  // at most: three vectors of 16
 
-// Where the broadcast side's element [row, k] is: row * row_stride + k * step, one of which is 1.
+// The broadcast side: element [row, k] is at row * row_stride + k * step. Either stride is 1.
 struct Rows {
   const float* at;
   std::int64_t row_stride, step;
@@ -167,7 +167,7 @@ HWY_INLINE void Multiply(D d, const Rows& a, std::int64_t rows, const float* b, 
     else if (rows > kTileRows || width < stride)
       PackRows(d, b + j, ldb, k, width, panel, stride);
     else
-      x = b + j, ldx = ldb;  // read once or twice, as it is
+      x = b + j, ldx = ldb;  // read once or twice, without packing
     for (std::int64_t i = 0, count = 0; i < rows; i += count) {
       const Rows from{a.at + i * a.row_stride, a.row_stride, a.step};
       if (!kTurned && !add && width == stride) {

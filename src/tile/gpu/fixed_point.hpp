@@ -42,7 +42,7 @@ struct SumBounds {
     arch::red_max(largest + row, arch::bit_cast<uint32_t>(bound) & 0x7fffffff);
     arch::red_add(count + row, 1u);
   }
-  /// Bound of one contribution to the row, and of the row's sums; infinite or NaN if there is none.
+  /// Bound of one contribution to the row, and of the row's sums; infinite or NaN if no bound exists.
   HOPWELL_DEVICE float bound_of_one(int64_t row) const { return arch::bit_cast<float>(largest[row]); }
   HOPWELL_DEVICE float bound(int64_t row) const { return bound_of_one(row) * float(count[row]); }
 };

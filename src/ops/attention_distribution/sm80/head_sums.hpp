@@ -144,7 +144,7 @@ struct Scores {
 };
 
 // The sums, of kCount, that a lane has at the end: consecutive sums from `first` on. If several lanes have the same
-// sum, one of them writes.
+// sum, one lane writes.
 struct SharedSums {
   int first = 0;
   bool writes = true;

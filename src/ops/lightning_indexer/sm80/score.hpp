@@ -145,7 +145,7 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
   }
 }
 
-// Lane t of a quad stores the scores of one of its keys; `scale` is that key's scale.
+// Lane t of a quad stores the scores of a key; `scale` is that key's scale.
 template <class T>
 HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale,
                                  const float (&sums)[kTilesM<T>][2]) {

@@ -10,7 +10,7 @@
 //                                         ping-pong order), and sums over the heads
 //           warp 12              tiles    producer: the CTA's keys, then the tiles of q, by the copy engine
 //           warps 13, 14, 15     weights  producer: weights of every third tile, times q's scales, and the visible keys
-//                                         of its queries, loaded one of its tiles ahead
+//                                         of its queries, loaded a tile ahead
 // Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q; e4m3: sixteen
 //           score 0  P0 ▓▓ ┐ Σ0            P1 ▓▓ ┐ Σ1          P: products of both halves, 64 keys each; Σ: relu,
 //           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     weighting and sums of both, overlapping the
@@ -85,7 +85,7 @@ struct ScoreStorage {
   tile::RingBarriers<Config::kStages> ring;
 };
 
-// The tiles of keys, then those of q, pass through the ring. Unsigned numbers, so that divisions are shifts.
+// Slot of a tile in the ring: tiles of keys, then tiles of q. Indices are unsigned, so divisions are shifts.
 template <class T>
 struct ScoreSlot : tile::RingUse<tile::RingBarriers<ScoreConfig<T>::kStages>, tile::RingRound> {
   static constexpr uint32_t kStages = ScoreConfig<T>::kStages;

@@ -142,7 +142,7 @@ HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
-  constexpr int kTogether = 4;  // tiles whose entries are loaded at once: the latency is that of several tiles
+  constexpr int kTogether = 4;  // tiles whose entries are loaded at the same time, which hides latency
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const RowCopies copies(p, first_row);

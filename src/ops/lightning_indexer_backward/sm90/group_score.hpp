@@ -78,7 +78,7 @@ HOPWELL_DEVICE bool score_keys(const GroupParams& p, GroupScoreStorage<kRows>& s
   return !finite;
 }
 
-// Whether one of this thread's numbers of q, or of its weights, is infinite or NaN.
+// True if a number of q or a weight of this thread is infinite or NaN.
 template <int kRows>
 HOPWELL_DEVICE bool any_special(const GroupScoreStorage<kRows>& s, const Group& group) {
   const auto special = [](uint32_t bits) { return (bits & 0x7f80U) == 0x7f80U || (bits & 0x7f800000U) == 0x7f800000U; };

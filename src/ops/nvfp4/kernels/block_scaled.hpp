@@ -1,28 +1,29 @@
-// nvfp4_matmul and nvfp4_gemv on Blackwell's tensor core, which multiplies e2m1 codes and applies their e4m3 scales by itself:
+// nvfp4_matmul and nvfp4_gemv on Blackwell's tensor core, which multiplies e2m1 codes and applies their e4m3 scales.
 //
-//     y[row, column] = factor · Σ_k w[row, k] sw[row, k / 16] · x[column, k] sx[column, k / 16] + bias     in each of L batches
+//     y[row, column] = factor · Σ_k w[row, k] sw[row, k / 16] · x[column, k] sx[column, k / 16] + bias   in each batch
 //
-// Tile      128 rows of weights × 8, 32 or 128 columns of x, or 256 × 256 of a pair of CTAs; nvfp4_gemv has one column. The
-//           CTAs or pairs of a cluster share out K of their tile in turn, 256 a step: rows of 128 bytes. Rows and columns that
-//           do not exist are zeros.
-// Pair      products are tcgen05.mma.cta_group::2 with M 256, which the first CTA issues. Each CTA has its 128 rows of weights
-//           and their sums, codes of its 128 columns of x, and scales of all columns.
-// Bound     up to 128 columns memory: a step brings 18,432 B of weights and their scales, for which a multiprocessor's share of
-//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). A pair: copies from L2, for each CTA
-//           32,768 B of codes a step, 655 cycles at 50 B each; products take 512
-// Roles     warps 0-3   scales     a thread a row of weights, and of x words of four scales, kAhead steps ahead in registers,
-//                                  into the order that tcgen05.cp reads. In the end these warps are the epilogue.
-//           warp 4      producer   boxes of codes
-//           warp 5      issuer     for every 64 of K: copies of scales to tensor memory, one product
+// Tile      128 rows of weights × 8, 32 or 128 columns of x for a CTA, or 256 × 256 for a pair of CTAs. nvfp4_gemv has
+//           one column. A step is 256 of K: rows of 128 bytes. The steps of a tile alternate between the ranks (CTAs or
+//           pairs) of a cluster. Rows and columns that do not exist are zeros
+// Pair      products are tcgen05.mma.cta_group::2 with M = 256, issued by the first CTA. Each CTA holds its 128 rows of
+//           weights and their sums, the codes of its 128 columns of x, and the scales of all columns
+// Bound     up to 128 columns: memory. A step has 18,432 B of weights and scales, which take 690 cycles at a
+//           multiprocessor's part of 7.2 TB/s. Its four products take 136 (8 columns) to 256 cycles (128 columns).
+//           Pair: copies from L2, 32,768 B of codes a step and CTA, 655 cycles at 50 B each; products take 512
+// Roles     warps 0-3   scales     a thread loads a row of weights' scales, and words of four scales of x, kPrefetchDistance steps
+//                                  ahead into registers. It stores them in the order that tcgen05.cp reads
+//                       epilogue   the same warps, after the last product
+//           warp 4      producer   boxes of codes, by TMA
+//           warp 5      mma        for every 64 of K: copies of scales to tensor memory, one product
 // Timeline  producer │ w 0 x 0 │ w 1 x 1 │ … as stages are free
-//           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …    (of a pair: and wait for codes)
-//           issuer   │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
-//           epilogue │      alone: tensor memory → y;  a cluster that shares K: barrier │ eight columns to each in turn,
-//                    │      where codes were │ barrier │ each adds up what it has got, rank by rank → y
+//           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …    (pair: also waits for codes)
+//           mma      │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
+//           epilogue │ one rank: tensor memory → y
+//                    │ several: barrier │ chunks of 8 columns to their ranks, over the codes │ barrier │ add rank by rank → y
 // Budget    shared, a stage: 16,384 + 2,048 of weights, 128 a column of x, 2,048 for every 128 columns:
-//           8 columns 5 stages 107,520, 32 columns 4 × 24,576 (two CTAs a multiprocessor); 128 columns 6 × 36,864 = 221,184,
-//           pair 5 × 38,912 = 194,560 (one). Tensor memory: a column for each of D, scales 16 + 16 for every 128: 64, 64, 256,
-//           512
+//           8 columns 5 stages 107,520, 32 columns 4 × 24,576 (two CTAs a multiprocessor); 128 columns 6 × 36,864 =
+//           221,184, pair 5 × 38,912 = 194,560 (one). Tensor memory: a column for each of D, scales 16 + 16 for every
+//           128: 64, 64, 256, 512
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -37,29 +38,29 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 template <int kColumnsOfTile>
 struct BlockScaledConfig {
   static constexpr int kRows = 128, kColumns = kColumnsOfTile, kK = 256, kRowBytes = kK / 2;
-  static constexpr int kCtaGroup = kColumns > 128 ? 2 : 1;  // CTAs whose products are one
-  static constexpr int kOwnColumns = kColumns / kCtaGroup;  // of x, whose codes a CTA has
+  static constexpr int kCtaGroup = kColumns > 128 ? 2 : 1;  // CTAs of a product
+  static constexpr int kOwnColumns = kColumns / kCtaGroup;  // columns of x whose codes a CTA holds
   static constexpr int kTileRows = kRows * kCtaGroup;
-  static constexpr int kMaxRanks = 8 / kCtaGroup;  // that share out K: a cluster has at most eight CTAs
-  static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kAhead = 4;
-  static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kMaxRanks = 8 / kCtaGroup;  // ranks that split K: a cluster has at most eight CTAs
+  static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kPrefetchDistance = 4;
+  static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // CTAs of a multiprocessor
   static constexpr int kScaleWarps = 4, kScaleThreads = 32 * kScaleWarps;
-  static constexpr int kProducerWarp = 4, kIssuerWarp = 5, kThreads = 192;
-  static constexpr int kWords = kK / 64;                      // of four scales, a row and step
-  static constexpr int kScaleTiles = (kColumns + 127) / 128;  // of columns
-  static constexpr int kWordsOfX = (kColumns * kWords + kScaleThreads - 1) / kScaleThreads;  // of a thread
-  static constexpr int kChunk = 8;                                                           // columns that go together
+  static constexpr int kProducerWarp = 4, kMmaWarp = 5, kThreads = 192;
+  static constexpr int kWords = kK / 64;                      // words of four scales, of a row and step
+  static constexpr int kScaleTiles = (kColumns + 127) / 128;  // ScaleTiles of x for 64 of K
+  static constexpr int kWordsOfX = (kColumns * kWords + kScaleThreads - 1) / kScaleThreads;  // a thread's
+  static constexpr int kChunk = 8;                                                           // columns of a store
   static constexpr uint32_t kCodeBytes = (kRows + kOwnColumns) * kRowBytes;
 };
 
 template <int kColumns>
-struct BlockScaledTmem {  // four columns of scales for every 64 of K and 128 rows
+struct BlockScaledTmem {  // scales take four columns for every 64 of K and 128 rows
   static constexpr int kD = 0, kScaleW = kColumns < 16 ? 16 : kColumns, kScaleX = kScaleW + 16;
   static constexpr int kAllocated = kColumns <= 32 ? 64 : 2 * kColumns;
   static_assert(kScaleX + 16 * BlockScaledConfig<kColumns>::kScaleTiles <= kAllocated);
 };
 
-/// Scales of 128 rows and 64 of K, as tcgen05.cp.32x128b takes them: those of row r at 16 (r mod 32) + 4 (r / 32).
+/// Scales of 128 rows and 64 of K in the layout of tcgen05.cp.32x128b: row r at byte 16 (r mod 32) + 4 (r / 32).
 struct alignas(128) ScaleTile {
   uint8_t bytes[512];
 };
@@ -74,13 +75,13 @@ struct BlockScaledStorage {
   struct alignas(1024) Stage {
     uint8_t w[Config::kRows * Config::kRowBytes], x[Config::kOwnColumns * Config::kRowBytes];
   };
-  Stage codes[Config::kStages];  // in the end sums, [chunk of this CTA][CTA of the cluster][column][row]
+  Stage codes[Config::kStages];  // after the last product: sums [chunk of this CTA][rank][column][row]
   ScaleTile scale_w[Config::kStages][Config::kWords], scale_x[Config::kStages][Config::kWords][Config::kScaleTiles];
   tile::RingBarriers<Config::kStages> ring;  // full: scales
   arch::mbarrier codes_full[Config::kStages], done;
   tile::TensorMemory<BlockScaledTmem<kColumns>::kAllocated, Config::kCtaGroup> tmem;
 
-  /// Sums that a CTA gives for a chunk, counted among the chunks of the CTA that adds them up.
+  /// Sums of rank `from` for chunk `chunk` of the chunks that this CTA adds.
   HOPWELL_DEVICE float* sums(int chunk, int from, int ranks) {
     return reinterpret_cast<float*>(codes) + int64_t{chunk * ranks + from} * Config::kChunk * Config::kRows;
   }
@@ -101,13 +102,13 @@ struct BlockScaledParams {
   arch::TensorMap w, x;  // codes [L][rows][K / 2], [L][columns][K / 2] bytes
   Scales w_scales, x_scales;
   Result<T> result;
-  int rows, columns, steps;  // of K, over all ranks
+  int rows, columns, steps;  // steps of K, over all ranks
   double factor;
 };
 
 #if HOPWELL_HAS_SM100A
 
-/// A row's scales: words of four, `word_bytes` apart.
+/// A row's scales: words of four scales at a distance of `word_bytes`.
 struct ScaleRow {
   const uint8_t* at;
   int word_bytes, columns;  // columns: K / 16; 0 for a row that does not exist
@@ -120,7 +121,8 @@ HOPWELL_DEVICE ScaleRow scale_row(const Scales& scales, int row, int64_t batch, 
   return {at, scales.blocked ? 512 : 4, exists ? int(scales.columns) : 0, aligned};
 }
 
-/// Scales 4 word … 4 word + 3. Those beyond K are zeros, whatever lies there: blocked ones may have NaN.
+/// Scales 4 word … 4 word + 3. Scales beyond K are zeros and are not read, because padding of a blocked layout may be
+/// NaN.
 HOPWELL_DEVICE uint32_t load_scales(const ScaleRow& row, int word) {
   const uint8_t* at = row.at + int64_t{word} * row.word_bytes;
   const int left = row.columns - 4 * word;
@@ -130,16 +132,16 @@ HOPWELL_DEVICE uint32_t load_scales(const ScaleRow& row, int word) {
   return scales;
 }
 
-/// What a CTA multiplies: its rows of the tile, and steps `rank`, rank + ranks, … of K. Of a pair's CTAs `half` is 0 and 1.
+/// Work of a CTA: its rows of the tile, and steps `rank`, rank + ranks, … of K. `half` is the CTA's index in its pair.
 struct BlockScaledWork {
-  int first_row, first_column, batch, columns;  // columns that exist, from the first of this tile
+  int first_row, first_column, batch, columns;  // columns: from first_column to the end of x
   int half, rank, ranks, count;
   HOPWELL_DEVICE int step(int i) const { return rank + i * ranks; }
 };
 
 // ---- scales --------------------------------------------------------------------------------------------------------
 
-/// A thread of the warps that bring scales has a row of weights, and of x word thread % kWords of every 32nd column.
+/// Scales that a thread loads: a row of weights, and word thread % kWords of every 32nd column of x.
 template <int kColumns>
 struct ScaleSource {
   using Config = BlockScaledConfig<kColumns>;
@@ -193,7 +195,7 @@ HOPWELL_DEVICE void store_step(BlockScaledStorage<kColumns>& s, int stage, const
         scales.x[i] & ~kScaleSigns;
 }
 
-/// Changes the sign of a row's codes where those of the four scales of word `i` are negative.
+/// Negates the codes of a row's blocks whose scale, in word `i`, is negative.
 HOPWELL_DEVICE void negate_codes(uint8_t* rows, int row, int i, uint32_t scales) {
   for (int j = 0; j < 4; ++j) {
     if (!(scales >> (8 * j + 7) & 1)) continue;
@@ -202,7 +204,7 @@ HOPWELL_DEVICE void negate_codes(uint8_t* rows, int row, int i, uint32_t scales)
   }
 }
 
-/// The tensor core takes scales without a sign. Negative ones are rare: their codes are negated once they have come.
+/// The tensor core's scales are unsigned. If a scale is negative, which is rare, apply_signs() negates its codes.
 template <int kColumns>
 HOPWELL_DEVICE bool any_negative(const StepScales<kColumns>& scales) {
   uint32_t any = 0;
@@ -227,9 +229,9 @@ HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, int stage, cons
   }
 }
 
-/// A stage's scales are there; of a pair, its codes too.
+/// Arrives at the barrier of the mma warp: a stage's scales are stored, and in a pair its codes have arrived.
 template <int kColumns, class Slot>
-HOPWELL_DEVICE void tell_issuer(const Slot& slot) {
+HOPWELL_DEVICE void arrive_at_mma(const Slot& slot) {
   if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
     arch::mbarrier_arrive(slot.full());
   else
@@ -240,26 +242,26 @@ template <int kColumns, class T>
 HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
-  constexpr int kAhead = Config::kAhead;
+  constexpr int kPrefetchDistance = Config::kPrefetchDistance;
   const ScaleSource<kColumns> from(p, work);
-  StepScales<kColumns> ahead[kAhead];
+  StepScales<kColumns> ahead[kPrefetchDistance];
   HOPWELL_UNROLL
-  for (int i = 0; i < kAhead; ++i) ahead[i] = load_step(from, work.step(i));
-  for (int first = 0; first < work.count; first += kAhead) {
+  for (int i = 0; i < kPrefetchDistance; ++i) ahead[i] = load_step(from, work.step(i));
+  for (int first = 0; first < work.count; first += kPrefetchDistance) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetchDistance; ++i) {
       if (first + i >= work.count) break;
       const tile::RingSlot slot{s.ring, first + i};
       slot.wait_empty();
       store_step(s, slot.stage(), ahead[i]);
       const bool negative = any_negative(ahead[i]);
-      // The issuer of a pair sees barriers of its own CTA only, so these threads wait for codes, too, before they tell it.
+      // The mma warp of a pair cannot wait for the other CTA's codes, so these threads wait for codes before they arrive.
       if (Config::kCtaGroup == 2 || negative) arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
       if (negative) apply_signs(s, slot.stage(), ahead[i], work.half);
       arch::fence_proxy_async();
       arch::syncwarp();
-      if (arch::lane_index() == 0) tell_issuer<kColumns>(slot);
-      ahead[i] = load_step(from, work.step(first + i + kAhead));
+      if (arch::lane_index() == 0) arrive_at_mma<kColumns>(slot);
+      ahead[i] = load_step(from, work.step(first + i + kPrefetchDistance));
     }
   }
 }
@@ -283,7 +285,8 @@ HOPWELL_DEVICE void load_codes(const BlockScaledParams<T>& p, BlockScaledStorage
   }
 }
 
-/// Copies the scales of 64 of K to tensor memory, a tile of 128 rows to every four columns. Of a pair each CTA gets its own.
+/// Copies the scales of 64 of K and 128 rows to four columns of tensor memory. In a pair, each CTA copies its own
+/// scales.
 template <int kCtaGroup>
 HOPWELL_DEVICE void copy_scales(uint32_t to, const ScaleTile& tile) {
   constexpr uint64_t kScales = arch::tcgen05_descriptor({arch::Swizzle::none, 16, 128});
@@ -291,7 +294,7 @@ HOPWELL_DEVICE void copy_scales(uint32_t to, const ScaleTile& tile) {
                                                              arch::at_address(kScales, arch::shared_address(&tile)));
 }
 
-/// In both CTAs of a pair.
+/// Commits the products so far to `barrier`, in a pair to the barriers of both CTAs.
 template <int kCtaGroup>
 HOPWELL_DEVICE void commit(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
   if constexpr (kCtaGroup == 1)
@@ -300,7 +303,7 @@ HOPWELL_DEVICE void commit(arch::mbarrier& barrier, arch::Site site = arch::Site
     arch::tcgen05_commit_multicast<2>(barrier, uint16_t(3 << (arch::cluster_rank() & ~1U)), site);
 }
 
-/// By one thread; of a pair, in its first CTA.
+/// Issues all products. One thread calls it, in a pair a thread of the first CTA.
 template <int kColumns>
 HOPWELL_DEVICE void multiply(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
@@ -336,10 +339,10 @@ HOPWELL_DEVICE void multiply(BlockScaledStorage<kColumns>& s, const BlockScaledW
 
 // ---- results -------------------------------------------------------------------------------------------------------
 
-/// Sums of this thread's row.
+/// Sums of a thread's row in a chunk's columns.
 using SumsOfChunk = float[8];
 
-/// From tensor memory.
+/// Loads a chunk's sums from tensor memory.
 template <int kColumns>
 HOPWELL_DEVICE void load_sums(const BlockScaledStorage<kColumns>& s, int chunk, SumsOfChunk& sums) {
   uint32_t bits[8];
@@ -382,9 +385,9 @@ HOPWELL_DEVICE void store_tile(const BlockScaledParams<T>& p, const BlockScaledS
   }
 }
 
-/// This CTA's sums, to those of the cluster that add them up: chunk by chunk in turn.
+/// Sends this CTA's sums to the CTAs that add them. The chunks belong to the ranks alternately.
 template <int kColumns>
-HOPWELL_DEVICE void give_sums(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
+HOPWELL_DEVICE void send_sums(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
   for (int chunk = 0; 8 * chunk < work.columns && chunk < kColumns / 8; ++chunk) {
     SumsOfChunk sums;
@@ -417,7 +420,7 @@ HOPWELL_DEVICE void add_sums(const BlockScaledParams<T>& p, BlockScaledStorage<k
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-/// A CTA's threads, or those of a pair (and of its cluster).
+/// Barrier of a CTA's threads; with pairs, of the cluster.
 template <int kColumns>
 HOPWELL_DEVICE void sync_group(arch::Site site = arch::Site::current()) {
   if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
@@ -432,17 +435,17 @@ HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
   if (warp == Config::kProducerWarp && arch::elect_one()) {
     s.ring.init(Config::kScaleWarps * Config::kCtaGroup, 1);
     tile::init_barriers(1, s.codes_full, s.done);
-    arch::fence_mbarrier_init();  // kept: what PTX names for barriers; the fence below is for the zeros
+    arch::fence_mbarrier_init();  // kept: PTX requires this fence for barriers; the fence below is for the zeros
   }
-  if (warp == Config::kIssuerWarp) s.tmem.allocate();
-  if (kColumns % 128 != 0) {  // scales of columns that a tile does not have are copied too
+  if (warp == Config::kMmaWarp) s.tmem.allocate();
+  if (kColumns % 128 != 0) {  // tcgen05.cp also copies scales of columns beyond the tile
     auto* const words = reinterpret_cast<uint32_t*>(s.scale_x);
     for (int i = arch::thread_index(); i < int(sizeof(s.scale_x) / 4); i += Config::kThreads) words[i] = 0;
     arch::fence_proxy_async();
   }
 }
 
-/// Warps 0-3, after the last product.
+/// Epilogue. All warps call it, because of its barriers; warps 0-3 have sums.
 template <int kColumns, class T>
 HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work, bool has_sums) {
@@ -450,8 +453,8 @@ HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStor
   if (work.ranks == 1) {
     if (has_sums) store_tile(p, s, work);
   } else {
-    arch::cluster_sync();  // no CTA needs its codes any more
-    if (has_sums) give_sums(s, work);
+    arch::cluster_sync();  // all products have read their codes, so sums may overwrite them
+    if (has_sums) send_sums(s, work);
     arch::cluster_sync();
     if (has_sums) add_sums(p, s, work);
   }
@@ -461,7 +464,7 @@ HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStor
 
 #endif
 
-/// Grid [tiles of rows · CTAs of a cluster, tiles of columns, L], clusters of `ranks` CTAs or pairs.
+/// Grid [row tiles · CTAs of a cluster, column tiles, L]. A cluster has `ranks` CTAs or pairs.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockScaledConfig<kColumns>::kCtas)
     nvfp4_matmul_block_scaled(const __grid_constant__ BlockScaledParams<T> p) {
@@ -492,7 +495,7 @@ __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockSc
   }
   arch::syncwarp();  // kept: a lane branched off
   store_results(p, s, work, warp < Config::kScaleWarps);
-  if (warp == Config::kIssuerWarp) s.tmem.free();
+  if (warp == Config::kMmaWarp) s.tmem.free();
 #endif
 }
 

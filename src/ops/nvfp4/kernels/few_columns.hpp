@@ -2,23 +2,24 @@
 //
 //     y[column, row] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      16 rows × 8 or 16 columns; a CTA takes neighbouring tiles. With two or four CTAs in a cluster, where that
-//           shares the work out better, all take the same tiles, and each a part of K.
-// Roles     x of the CTA's slice of K lies in shared memory, in mma's order. The stages of all tiles, in order, are
-//           shared out equally among the warps: to the end of one tile, whole tiles, the beginning of another. A warp's
-//           sums stay in registers to the end of a tile. K that does not fit: `phases`, one after the other, each with
-//           the same shares.
-// Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring of each warp's own, across tiles and phases
-//           warp    x │ barrier │ tile 3 … │ tile 4 … │ barrier, add up, results
-// Scales    two weights at a time are multiplied by theirs, exactly: scaled_weights.hpp
-// Sums      a warp's sums of a tile go to a slot of their own; slots are added warp by warp, and those of a cluster's
-//           CTAs, which exchange them through distributed shared memory, rank by rank: always in the same order
-// Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count. Sums have
-//           fp32's range: bf16 x above 2^124 may overflow them, as 2^116 would without kUnit
-// Budget    28672 × 4096, n = 8: rings 110,592, x 65,536, sums 15,472. A stage is ~330 instructions, 140 of them logic
-//           at half rate; memory leaves a scheduler ~500 cycles for it
-// Bound     memory, with ~3 µs until x is there and ~1 µs after the last product; from n = 9 on reads of x from shared
-//           memory too
+// Tile      16 rows × 8 or 16 columns. A CTA has consecutive tiles. If clusters of two or four CTAs balance the work
+//           better, the CTAs of a cluster have the same tiles, and each a slice of K
+// Roles     all warps are alike. The x of the CTA's slice is in shared memory, in the order of mma's B. The stages of a
+//           round's tiles, in order, are divided equally among the warps: a warp has the end of a tile, whole tiles, and
+//           the beginning of another tile. If x of the slice does not fit, the CTA has `phases` shorter slices, one
+//           after the other
+// Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring a warp, across tiles and phases
+//           warp    x │ barrier │ tile 3 … │ tile 4 … │ barrier, add sums, results
+// Scales    a packed multiplication applies the scale to two weights, exactly: scaled_weights.hpp
+// Sums      in registers to the end of a tile, then in a slot of shared memory for each warp and tile. Slots are added
+//           in the order of warps. The CTAs of a cluster exchange sums through DSMEM and add them in the order of
+//           ranks. The order is always the same
+// Range     x is not converted: fp16 x meets fp16 weights, bf16 x meets bf16 weights. Sums are fp32: bf16 x above 2^124
+//           may overflow them (without kUnit, bf16 x above 2^116)
+// Budget    28672 × 4096, n = 8: shared: rings 110,592, x 65,536, sums 15,472. A stage takes ~330 instructions, 140 of
+//           them logic at half rate; memory delivers a stage to a scheduler every ~500 cycles
+// Bound     memory, plus ~3 µs until x is loaded and ~1 µs after the last product; from n = 9 on also reads of x from
+//           shared memory
 #pragma once
 
 #include "ops/nvfp4/kernels/scaled_weights.hpp"
@@ -35,10 +36,10 @@ struct FewColumnsParams {
   Global factor;
   int rows, k, columns;
   int slice, cluster,
-      phases;  // k of a CTA at a time, a multiple of 256; CTAs of a cluster: slice · cluster · phases >= k
+      phases;  // k of a CTA and phase, a multiple of 256; CTAs of a cluster; slice · cluster · phases >= k
   int tiles_per_cluster, larger_clusters;  // the first larger_clusters have a tile more
-  int warps, round_tiles;                  // of a CTA; tiles between two rounds of results
-  int exchange_offset;                     // in shared memory, of sums for the other CTAs of the cluster
+  int warps, round_tiles;                  // warps of a CTA; tiles of a round
+  int exchange_offset;                     // of the sums from other CTAs of the cluster, in shared memory
   bool whole_scales;
 };
 
@@ -49,19 +50,20 @@ struct alignas(16) SumVector {
   float f[4];
 };
 
-// Where a sum lies in those of a tile, [8 columns][16 rows][8]: neighbouring columns together, pairs of them so that
-// lanes read and write different banks.
+// Offset of a sum in the sums of a tile, [columns / 8][16 rows][8 columns]. The pairs of columns of a row are swizzled
+// by the row, so that lanes access different banks.
 HOPWELL_DEVICE int sum_offset(int row, int column) {
   return column / 8 * 8 * StageConfig::kRows + row * 8 + (column % 8 ^ row / 4 * 2 % 8);
 }
 
-// What a CTA multiplies.
+// Columns and tiles of a CTA, and the warp that holds this struct.
 struct FewColumnsWork {
-  int rank, warp, first_column, columns;  // columns that exist, from the first of this CTA
+  int rank, warp, first_column, columns;  // columns: from first_column to the end of x
   int begin, end;                         // tiles
 };
 
-// Where K has ended there are stages too, of zeros: so every rank and phase shares out its work alike.
+// Slice of a phase. It has all its stages even beyond the end of K, with zeros, so that every rank and phase divides its
+// stages among the warps in the same way.
 template <class Params>
 HOPWELL_DEVICE Slice slice_of_phase(const Params& p, const FewColumnsWork& work, int phase) {
   Slice slice = slice_of((phase * p.cluster + work.rank) * p.slice, p.slice, p.k);
@@ -69,14 +71,14 @@ HOPWELL_DEVICE Slice slice_of_phase(const Params& p, const FewColumnsWork& work,
   return slice;
 }
 
-// The first of a warp's items, of so many that all warps share out.
+// First item of a warp, if `items` items are divided equally among the warps.
 HOPWELL_DEVICE int share_begin(int items, int warp, int warps) {
   if (items < warps) return items < warp ? items : warp;
   return warps == 16 ? items * warp / 16 : warps == 8 ? items * warp / 8 : items * warp / warps;
 }
 
-// Sums of warps: warp w leaves its sums of tile t in slot w + t, which no other has. Warps first[t] to last[t] have
-// some.
+// Partial sums of the warps. Warp w stores its sums of tile t in slot w + t, which no other warp and tile use. Warps
+// first[t] to last[t] have sums of tile t.
 struct PartialSums {
   float* slots;
   int *first, *last;
@@ -84,9 +86,9 @@ struct PartialSums {
 
 // ---- x in shared memory --------------------------------------------------------------------------------------------
 
-// Loads a slice of x in the order in which lanes take it: [stage][half][word][eight columns][column g][t], 16 bytes
-// each. A warp has two of each eight columns, and 256 neighbouring bytes of both at a time. Calls overlap() while the
-// first of it is on its way.
+// Loads a slice of x into shared memory, in the order in which lanes read it: [stage][half][word][columns / 8][column
+// g][t], 16 bytes each. A warp loads two of every 8 columns, 256 contiguous bytes of each at a time. Calls overlap()
+// while the first loads are in flight.
 template <int kColumns, class T, class Overlap>
 HOPWELL_DEVICE void load_x(const FewColumnsParams<T>& p, const FewColumnsWork& work, const Slice& slice,
                            uint32_t shared, Overlap overlap) {
@@ -121,8 +123,8 @@ HOPWELL_DEVICE void load_x(const FewColumnsParams<T>& p, const FewColumnsWork& w
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Adds the products of 16 rows of a stage with x to sums in mma's order of accumulators: of 8 columns those of even and
-// odd products apart, for shorter chains.
+// Adds the products of a stage's 16 rows with x to d, in the order of mma's accumulators. With 8 columns, even and odd
+// products have separate accumulators, for shorter chains.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&d)[2][4]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
@@ -155,7 +157,7 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
-// A warp's sums of a tile go to their slot. `accumulate`: adds to what is there.
+// Stores a warp's sums of a tile in their slot; with `accumulate`, adds them to the slot.
 template <int kColumns>
 HOPWELL_DEVICE void store_sums(float* slot, const float (&d)[2][4], bool accumulate) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
@@ -172,7 +174,7 @@ HOPWELL_DEVICE void store_sums(float* slot, const float (&d)[2][4], bool accumul
   }
 }
 
-// The sums of four columns of a row that this CTA has, at so many floats from the beginning of a tile's: warp by warp.
+// This CTA's sums of four columns of a row, `offset` floats from the beginning of a tile's sums. Adds warp by warp.
 template <int kColumns>
 HOPWELL_DEVICE SumVector sum_of_warps(const PartialSums& sums, int tile, int offset) {
   constexpr int kTileSums = FewColumnsConfig<kColumns>::kTileSums;
@@ -187,8 +189,9 @@ HOPWELL_DEVICE SumVector sum_of_warps(const PartialSums& sums, int tile, int off
   return sum;
 }
 
-// Results of a round's tiles from `first` on, four columns a thread. The CTAs of a cluster share these vectors out, as
-// many as a CTA has threads at a time: each sends the others theirs, to `exchange`, and adds up its own rank by rank.
+// Stores the results of a round's tiles, from tile `first` on, a vector of four columns a thread. In a cluster, vectors
+// belong to the CTAs alternately, as many at a time as a CTA has threads. Each CTA sends its sums to the owner's
+// `exchange`, and the owner adds them rank by rank.
 template <int kColumns, class T>
 HOPWELL_DEVICE void store_results(const FewColumnsParams<T>& p, const Global& global, const PartialSums& sums,
                                   float* exchange, const FewColumnsWork& work, int first, int tiles) {
@@ -210,7 +213,7 @@ HOPWELL_DEVICE void store_results(const FewColumnsParams<T>& p, const Global& gl
   };
 #if HOPWELL_HAS_SM90
   if (p.cluster > 1) {
-    // Step s of the vectors is rank s % cluster's; it adds up [step / cluster][rank][4][thread] of `exchange`.
+    // Rank s % cluster owns step s of the vectors, and adds exchange[step / cluster][rank][4][thread] over the ranks.
     for (int i = arch::thread_index(), step = 0; i < tiles * kVectors; i += threads, ++step) {
       const SumVector sum = sum_of_warps<kColumns>(sums, i / kVectors, offset_of(i));
       const int owner = step % p.cluster;
@@ -241,7 +244,7 @@ HOPWELL_DEVICE void store_results(const FewColumnsParams<T>& p, const Global& gl
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-// All CTAs of the cluster, or all warps of the CTA.
+// Barrier of the cluster, or of the CTA if the cluster has one CTA.
 template <class Params>
 HOPWELL_DEVICE void sync_cluster(const Params& p) {
 #if HOPWELL_HAS_SM90
@@ -259,16 +262,16 @@ struct FewColumnsWarp {
   unsigned char* x;
   PartialSums sums;
   WeightRing<Config::kStages> ring;
-  int ring_first, ring_phase = 0;  // the round, by its first tile, and the phase that the ring copies
+  int ring_first, ring_phase = 0;  // first tile of the round, and phase, that the ring copies
   Global global = {};
 
   HOPWELL_DEVICE int tiles(int first) const {
     return work.end - first < p.round_tiles ? work.end - first : p.round_tiles;
   }
 
-  // This warp's share of the stages of a round's tiles from `first` on.
+  // This warp's part of the stages of a round whose first tile is `first`.
   struct Share {
-    int tile, stage, count;  // where it begins; stages
+    int tile, stage, count;  // first tile of the round's, and its stage; number of stages
   };
   HOPWELL_DEVICE Share share(int first) const {
     const int stages = p.slice / StageConfig::kStageK, items = tiles(first) * stages;
@@ -294,9 +297,9 @@ struct FewColumnsWarp {
     return ring.oldest();
   }
 
-  // x of a phase comes in; the ring starts when that is on its way for the first time.
+  // Loads x of a phase. The first call also starts the ring, while the loads of x are in flight.
   HOPWELL_DEVICE void load_phase(int phase, bool at_start) {
-    if (!at_start) arch::syncthreads();  // x of the phase before is used up
+    if (!at_start) arch::syncthreads();  // all warps have read x of the previous phase
     load_x<kColumns>(p, work, slice_of_phase(p, work, phase), arch::shared_address(x), [&] {
       if (!at_start) return;
       HOPWELL_NO_UNROLL
@@ -305,7 +308,7 @@ struct FewColumnsWarp {
     arch::syncthreads();
   }
 
-  // This warp's share of the tiles from `first` on, in a phase.
+  // Multiplies this warp's part of the round whose first tile is `first`, in a phase.
   HOPWELL_DEVICE void multiply(int first, bool is_later_phase) {
     const int stages = p.slice / StageConfig::kStageK;
     Share rest = share(first);
@@ -339,8 +342,7 @@ struct FewColumnsWarp {
   }
 };
 
-// Shared memory: rings, x, slots of sums [16 rows × columns], which warps have the first and the last stages of each
-// tile.
+// Shared memory: rings, x, slots of sums [16 rows × columns], and for each tile the warps of its first and last stage.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(32 * FewColumnsConfig<kColumns>::kMaxWarps, 1)
     nvfp4_linear_few_columns(const __grid_constant__ FewColumnsParams<T> p) {
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(32 * FewColumnsConfig<kColumns>::kMaxWarps, 1)
                                    begin};
   self.start_ring();
   tile::launch_dependents();
-  self.ring.prefetch_l2(p, 1);  // more would hold up x
+  self.ring.prefetch_l2(p, 1);  // more prefetches would delay x
   prefetch_x(p.x + first_column * p.x_stride, p.x_stride, work.columns < kColumns ? work.columns : kColumns, p.k,
              32 * p.warps);
   tile::wait_for_prior_kernels();

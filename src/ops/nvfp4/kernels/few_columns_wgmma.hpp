@@ -1,24 +1,25 @@
-// nvfp4_linear for 2 to 16 columns of x on Hopper, by wgmma: where x is much of what a CTA reads.
+// nvfp4_linear for 2 to 16 columns of x on Hopper, by wgmma, for shapes whose x is a large part of a CTA's reads.
 //
 //     y[column, row] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      16 rows a warp, 8 or 16 columns; four warps, which need not have neighbouring rows, meet the same x at a
-//           time
-// Roles     16 warps multiply, in four warpgroups. A CTA's tiles fill one to four of them; where they leave room,
-//           warpgroups with the same tiles take stages of 256 k in turn (`splits`), and the CTAs of a cluster a slice
-//           of K each. 4 producer warps bring x: each all of a stage at once, through registers, in the order that
-//           wgmma wants
-// Timeline  copies     ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   weights: a ring of each warp's own
-//           producers  x0 x4 x8 …              four stages are on their way at a time; `full` and `empty` for each stage of x
-//           warp       │ x0 │ x1 │ x2 … │ sums │
-// Products  A: weights, decoded and times their scales, in registers (scaled_weights.hpp); B: x in shared memory, which
-//           is read once for four warps. x goes through a ring instead of lying there whole, so a CTA starts with its
-//           first stage
-// Sums      in registers to the end. Each warp then sends its own to the CTA of the cluster that stores the tile, where
-//           no other warp writes, and they are added rank by rank and split by split: always in the same order
+// Tile      16 rows × 8 or 16 columns for a warp. The four warps of a warpgroup multiply the same stage of x
+// Roles     warps 0-15    mma        in four warpgroups; the tiles of a CTA fill one to four. If tiles fill one or two
+//                                    warpgroups, the others have the same tiles, and stages of 256 k alternate between
+//                                    them (`splits`). The CTAs of a cluster have a slice of K each
+//           warps 16-19   producer   each loads a whole stage of x through registers and stores it in the order of
+//                                    wgmma's B
+// Timeline  copies     ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   weights: a ring for each mma warp
+//           producers  x0 x4 x8 …              four stages are in flight; each stage of x has barriers `full` and
+//                                              `empty`
+//           mma        │ x0 │ x1 │ x2 … │ sums │
+// Products  A: decoded weights times their scales, in registers (scaled_weights.hpp). B: x in shared memory, read once
+//           for four warps. x goes through a ring, so a CTA starts with its first stage
+// Sums      in registers to the end of the slice. Each warp then sends its sums to the CTA of the cluster that stores
+//           the tile, into a slot of its own. That CTA adds them in the order of ranks and splits, which is always the
+//           same
 // Range     as in few_columns.hpp
-// Budget    n = 16: rings 73,728, x 67,584, sums 16,384; what they leave is L1 cache, which scales want
-// Bound     decoding, and waiting for each other: the four warps of a warpgroup go as fast as the slowest ring
+// Budget    n = 16: shared: rings 73,728, x 67,584, sums 16,384. The rest stays L1 cache, which the scales need
+// Bound     decoding, and waiting: the four warps of a warpgroup are as fast as the slowest ring
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -38,39 +39,39 @@ struct FewColumnsWgmmaParams {
   int rows, k, columns;
   int cluster, slice;                      // CTAs of a cluster; k of each, a multiple of 256
   int tiles_per_cluster, larger_clusters;  // the first larger_clusters have a tile more
-  int row_groups, splits;                  // warpgroups side by side; that share a slice of K
+  int row_groups, splits;                  // warpgroups with different tiles; warpgroups with the same tiles
   bool whole_scales;
 };
 
-// Of x, in shared memory.
+// Barriers of the ring of x.
 using XBarriers = tile::RingBarriers<FewColumnsWgmmaConfig<16>::kXStages>;
 using XSlot = tile::RingSlot<XBarriers::kStages>;
 static_assert(sizeof(XBarriers) == FewColumnsWgmmaConfig<16>::kBarrierBytes);
-// Each stage has one producer, which waits for every phase of it: otherwise it could not tell one phase from the next
-// but one.
+// Each stage has one producer warp, which waits for every phase of the stage's barrier. Parity does not distinguish a
+// phase from the phase after the next.
 static_assert(XBarriers::kStages % FewColumnsWgmmaConfig<16>::kProducers == 0);
 
 using XRing = TileRing<FewColumnsWgmmaConfig<16>::kStages>;
 
-// What a CTA multiplies.
+// Tiles and slice of a CTA.
 struct FewColumnsWgmmaWork {
   int rank;
-  int first, tiles;  // of 16 rows
+  int first, tiles;  // first tile; number of tiles
   Slice slice;
 };
 
 // ---- x -------------------------------------------------------------------------------------------------------------
 
-// One of the producers: every kProducers-th stage of x. A lane's 16 bytes are eight neighbours in k, a word of codes;
-// as pairs (k, k + 4) they are what a lane of four gives to two products, to each of their halves.
+// A producer warp: every kProducers-th stage of x. A lane loads 16 bytes, 8 consecutive k, which one word of codes
+// multiplies. Reordered to pairs (k, k + 4), they belong to both halves of k of two products.
 template <int kColumns, class T>
 HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumnsWgmmaWork& work, XBarriers& barriers,
                               uint32_t stages, int producer) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
-  constexpr int kPairs = kColumns / 2;  // of columns: a warp's loads are 256 neighbouring bytes of two
+  constexpr int kPairs = kColumns / 2;  // pairs of columns: a warp loads 256 contiguous bytes of each column
   const int lane = arch::lane_index(), column = lane / 4 % 2, k = lane % 4 * 32 + lane / 8 * 8;
   const T* from = p.x + column * p.x_stride + work.slice.begin + k;
-  // As stmatrix has it, lanes 8 i to 8 i + 7 name the rows of matrix i: word, column.
+  // stmatrix: lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i: [word][column].
   const uint32_t to = stages + uint32_t(lane % 8 / 2 * Config::kWordBytes + lane / 16 * Config::kProductBytes +
                                         lane / 8 % 2 * 128 + lane % 2 * 16);
   HOPWELL_NO_UNROLL
@@ -104,14 +105,14 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Adds the products of 16 rows of a stage of each warp with x to d. While two words' products run, the next two are
-// decoded.
+// Adds the products of each warp's 16 rows with a stage of x to d. Two words are decoded while the products of the
+// previous two words run.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint64_t x, float (&d)[kColumns / 2]) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
   constexpr arch::WgmmaOptions kOptions{.type =
                                             std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
-  uint32_t weights[2][2][2][4];  // of the words of two blocks, for two products each
+  uint32_t weights[2][2][2][4];  // [block][word][product][register]
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const StageFragment codes = load_fragment(stage, half);
@@ -139,13 +140,13 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint64_t x, float
       }
       arch::wgmma_commit();
       if (half + block < 2)
-        arch::wgmma_wait<1>();  // kept: weights go where the last block's were, which the emulator copied
+        arch::wgmma_wait<1>();  // kept: the next weights overwrite A's registers, which the emulator has copied
     }
   }
   arch::wgmma_wait<0>(d);
 }
 
-// A warp's tile: from its first stage on every p.splits-th.
+// Multiplies a warp's tile: every p.splits-th stage, from stage `split` on.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply(const FewColumnsWgmmaParams<T>& p, const FewColumnsWgmmaWork& work, XBarriers& barriers,
                              XRing& ring, uint32_t x, int split, float (&d)[kColumns / 2]) {
@@ -167,7 +168,7 @@ HOPWELL_DEVICE void multiply(const FewColumnsWgmmaParams<T>& p, const FewColumns
 
 // ---- sums and results ----------------------------------------------------------------------------------------------
 
-// A result, from its number among a tile's sums, [register][lane].
+// Stores the result of sum `number` of a tile's sums, [register][lane].
 template <int kColumns, class T>
 HOPWELL_DEVICE void store_result(const FewColumnsWgmmaParams<T>& p, double factor, const FewColumnsWgmmaWork& work,
                                  int tile, int number, float sum) {
@@ -177,7 +178,7 @@ HOPWELL_DEVICE void store_result(const FewColumnsWgmmaParams<T>& p, double facto
   if (row < p.rows && column < p.columns) p.result.store(row, column, 0, factor, sum);
 }
 
-// Sums of the warps that share a tile meet in the CTA whose rank is the tile's number modulo the cluster.
+// Combines the sums of the warps that share a tile and stores the results, in the CTA whose rank is tile % cluster.
 template <int kColumns, class T>
 HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const Global& global,
                                   const FewColumnsWgmmaWork& work, float* sums, int tile, int split, bool has_tile,
@@ -185,7 +186,7 @@ HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const Globa
   using Config = FewColumnsWgmmaConfig<kColumns>;
   constexpr int kSums = Config::kTileSums;
   const int shares = p.cluster * p.splits;
-  const double factor = global.get() * ScaledWeights<T>::kUnit;  // before all wait for each other
+  const double factor = global.get() * ScaledWeights<T>::kUnit;  // loaded before the barriers
   float* const own = sums + (tile / p.cluster * shares + work.rank * p.splits + split) * kSums + arch::lane_index();
   if (p.cluster > 1) {
     arch::cluster_wait();  // all CTAs of the cluster have started
@@ -203,7 +204,7 @@ HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const Globa
     }
     arch::syncthreads();
   }
-  const int tiles = (work.tiles - work.rank + p.cluster - 1) / p.cluster;  // of this rank
+  const int tiles = (work.tiles - work.rank + p.cluster - 1) / p.cluster;  // that this rank stores
   for (int i = arch::thread_index(); i < tiles * kSums; i += Config::kThreads) {
     const float* from = sums + i / kSums * shares * kSums + i % kSums;
     float sum = 0;
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
   if (arch::thread_index() == 0) barriers.init(1, uint32_t(4 * p.row_groups));
   tile::launch_dependents();
   XRing ring(p, work.slice, rings + warp * Config::kRingBytes, work.first + tile, has_tile, split, p.splits);
-  if (multiplies) ring.prefetch_l2();  // more would hold up x
+  if (multiplies) ring.prefetch_l2();  // more prefetches would delay x
   prefetch_x(p.x, p.x_stride, p.columns, p.k, Config::kThreads);
   arch::syncthreads();
   tile::wait_for_prior_kernels();

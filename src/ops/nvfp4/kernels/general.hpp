@@ -1,10 +1,12 @@
-// nvfp4_linear and nvfp4_gemv for what the fast kernels leave: any K that is a multiple of 16, rows at any address,
-// fp32 x. Products in fp32, no shared memory.
+// nvfp4_linear and nvfp4_gemv for problems that the fast kernels do not support: any K that is a multiple of 16, rows at
+// any address, fp32 x. Products are fp32.
 //
 //     y[row, column] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      a row of weights × 8 columns of x, for each power of two lanes that has a lane for every block of K (32 at
-//           most); lane l takes blocks l, l + lanes_per_row, …
+// Tile      a row of weights × 8 columns of x, for `lanes_per_row` lanes: the smallest power of two that has a lane for
+//           every block of K, 32 at most
+// Roles     all threads are alike: lane l multiplies blocks l, l + lanes_per_row, …, and shuffles add the lanes' sums
+// Budget    no shared memory; a thread holds 16 weights, 16 elements of x and 8 sums
 // Bound     issue: about 3 instructions a weight and column
 #pragma once
 

@@ -1,21 +1,24 @@
-// nvfp4_linear for more than 16 columns of x on Hopper, by wgmma: weights are decoded where they are multiplied.
+// nvfp4_linear for more than 16 columns of x on Hopper, by wgmma: the mma warpgroups decode the weights.
 //
 //     y[column, row] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      256 or 128 rows × 32, 64, 96 or 128 columns a CTA, by stages of 128 k
-// Roles     warpgroups 0 to 3   multiply   64 rows each: weights from shared memory, decoded into wgmma's A registers; where
-//                                          a tile has fewer rows, warpgroups with the same rows take stages in turn (`splits`)
-//           warp 16             copies     codes (a box of the tensor) and x (as it lies in the workspace), by the copy engine
-//           warps 17 to 19      scales     8 bytes a row and stage, by cp.async: they may lie blocked, and end anywhere
-// Timeline  arrange    x to the workspace, in the order of wgmma's B: what a stage wants of a tile lies together
-//           copies     s0 s1 s2 s3 │ s4 …                a ring of stages that goes on from tile to tile
-//           multiply   w0 ▓▓ w1 ▓▓ w2 ▓▓ …               a word of 8 codes is decoded while the products of the last one run,
-//                                                        and those of the other three warpgroups
-// Sums      in registers to the end. Where there are few tiles, the CTAs of a cluster have a slice of K each; their
-//           sums are then exchanged through shared memory, and each adds up some of the columns: always in one order
+// Tile      256 or 128 rows × 32, 64, 96 or 128 columns for a CTA; stages of 128 k
+// Roles     warpgroups 0 to 3   mma                 64 rows each: decode weights from shared memory into wgmma's A
+//                                                   registers. With 128 rows, two warpgroups have the same rows, and
+//                                                   stages alternate between them (`splits`)
+//           warp 16             producer (TMA)      codes, a box of the tensor, and x, contiguous in the workspace
+//           warps 17 to 19      producer (scales)   8 bytes a row and stage, by cp.async, because scales may be blocked
+//                                                   and K may end anywhere
+// Timeline  a kernel before    arranges x in the workspace in the order of wgmma's B: a stage of a column tile is
+//                              contiguous
+//           producers          s0 s1 s2 s3 │ s4 …        a ring of stages that continues from tile to tile
+//           mma                w0 ▓▓ w1 ▓▓ w2 ▓▓ …       a warpgroup decodes a word of 8 codes while the products of the
+//                                                        previous word, and of other warpgroups, run
+// Sums      in registers to the end of a tile. If there are few tiles, the CTAs of a cluster split K. They exchange sums
+//           through DSMEM, and each CTA adds some of the columns, always in the same order
 // Range     as in few_columns.hpp
-// Budget    shared: 4 stages × (16,384 codes + 2,048 scales + 256 a column), 8 of 32 columns; at most 204,928 B
-//           registers: 128 columns 64 sums + 8 weights + 8 codes + ~25 (112), others 32
+// Budget    shared: 4 stages × (16,384 codes + 2,048 scales + 256 a column), 32 columns 8 stages; at most 204,928 B
+//           registers: mma, 128 columns: 64 sums + 8 weights + 8 codes + ~25 (112); producers 32
 // Bound     128 columns: the tensor cores; 32 and 64: decoding, ~25 instructions for a product of 16 k
 #pragma once
 
@@ -39,12 +42,13 @@ struct ManyColumnsStage {
 template <int kColumns>
 struct ManyColumnsStorage {
   static constexpr int kStages = ManyColumnsConfig::stages(kColumns);
-  // Warpgroups that take stages in turn come to a stage of the ring again one phase later, not two, which they could
-  // not tell apart; and each keeps its last stage until it has begun the next.
+  // If stages alternate between warpgroups, a warpgroup returns to a stage of the ring after one phase of its barrier,
+  // because parity does not distinguish a phase from the phase after the next. A warpgroup holds a stage until it has
+  // started the next stage.
   static_assert(kStages % ManyColumnsConfig::kGroups == 0 &&
                 kStages > ManyColumnsConfig::kGroups / ManyColumnsConfig::kFewestGroups);
 
-  alignas(128) ManyColumnsStage<kColumns> stages[kStages];  // in the end, where shares are exchanged, sums
+  alignas(128) ManyColumnsStage<kColumns> stages[kStages];  // after the main loop, if K is split: sums
   tile::RingBarriers<kStages> barriers;
 };
 static_assert(sizeof(ManyColumnsStorage<32>) == ManyColumnsConfig::shared_bytes(32));
@@ -56,15 +60,15 @@ template <int kColumns>
 using StageCursor = tile::RingCursor<ManyColumnsStorage<kColumns>::kStages>;
 
 struct ManyColumnsParams {
-  arch::TensorMap codes;  // boxes of 64 bytes and all rows of a tile
+  arch::TensorMap codes;  // boxes: 64 bytes of all rows of a tile
   Scales scales;
-  const unsigned char* x;  // as arranged
+  const unsigned char* x;  // arranged by nvfp4_linear_arrange_x
   Global factor;
   int rows, k, columns;
   int stages, stages_per_cta;
   int row_tiles, column_tiles;
   int row_groups, splits,
-      cluster;  // warpgroups side by side; that share a CTA's stages; CTAs of a cluster, that share K
+      cluster;  // warpgroups with different rows; warpgroups with the same rows; CTAs that split K
   bool whole_scales;
 };
 
@@ -78,9 +82,9 @@ struct ArrangeParams {
   int k, columns, stages, column_tiles;
 };
 
-// x in the order of the stages of column tiles. Thread: a column's four vectors of 8 k, 32 apart, which meet the same
-// word of codes of four lanes; as pairs (k, k + 4) they make four core matrix rows, two halves of 16 k for each of two
-// products.
+// Writes x in the order of the stages of column tiles, see ManyColumnsStage::x. A thread loads four 8-element vectors
+// of a column, at k, k + 32, k + 64 and k + 96. The four lanes of a quad multiply them by the same word of codes.
+// Reordered to pairs (k, k + 4) they are four core matrix rows: two products, and two halves of 16 k for each.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(ManyColumnsConfig::kArrangeThreads)
     nvfp4_linear_arrange_x(const __grid_constant__ ArrangeParams<T> p) {
@@ -114,9 +118,9 @@ __global__ void __launch_bounds__(ManyColumnsConfig::kArrangeThreads)
 
 // ---- tiles of a CTA ------------------------------------------------------------------------------------------------
 
-// A CTA's tiles one after another: neighbouring CTAs have neighbouring columns, and the same rows.
+// Iterates over a CTA's tiles. Consecutive tiles have the same rows and the next columns.
 struct TileScheduler {
-  int tile, rank, begin, end;  // stages of K
+  int tile, rank, begin, end;  // begin, end: stages of K
 
   HOPWELL_DEVICE explicit TileScheduler(const ManyColumnsParams& p)
       : tile(arch::block_index() / p.cluster), rank(arch::block_index() % p.cluster), begin(rank * p.stages_per_cta) {
@@ -152,15 +156,15 @@ HOPWELL_DEVICE void copy_stages(const ManyColumnsParams& p, ManyColumnsStorage<k
   }
 }
 
-// One of the warps that bring scales: every third 32 rows. Zeros where K has ended; rows beyond the last one are that
-// one again.
+// A warp that copies scales: 32 rows of every 96, from row 32 · `number` on. Scales beyond the end of K are zeros. Rows
+// beyond the matrix repeat its last row.
 template <int kColumns>
 HOPWELL_DEVICE void copy_scales(const ManyColumnsParams& p, ManyColumnsStorage<kColumns>& s, int number) {
-  constexpr int kScales = ManyColumnsConfig::kStageK / kCodesPerBlock;  // of a row
+  constexpr int kScales = ManyColumnsConfig::kStageK / kCodesPerBlock;  // of a row and stage
   constexpr int kWarps = ManyColumnsConfig::kScaleWarps,
                 kRowsOfLane = (ManyColumnsConfig::kGroups * 2 + kWarps - 1) / kWarps;
   const int first = 32 * number + arch::lane_index(), rows = p.row_groups * ManyColumnsConfig::kRows;
-  const int step = p.scales.blocked ? 512 : 4;  // of four scales
+  const int step = p.scales.blocked ? 512 : 4;  // bytes from four scales to the next four
   StageCursor<kColumns> at{s.barriers};
   for (TileScheduler tiles(p); tiles.more(p); tiles.advance(p)) {
     const uint8_t* from[kRowsOfLane];
@@ -193,19 +197,20 @@ HOPWELL_DEVICE void copy_scales(const ManyColumnsParams& p, ManyColumnsStorage<k
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// A lane's rows of a fragment, g and g + 8, are these of the warp's 16, and the second after: so the four lanes of a
-// column of results have 16 neighbours.
+// Row, among the warp's 16 rows, that is row g of the lane's fragment; row g + 8 is two rows further. With this order
+// the four lanes that store a column have 16 consecutive rows.
 HOPWELL_DEVICE int fragment_row() { return arch::lane_index() / 8 * 4 + arch::lane_index() / 4 % 2; }
 
-// Starts to add the products of 64 rows and a stage's 128 k to d. While one word's products run, the next is decoded;
-// those of the last word still run at the end. done_before(): the products of the stage before have been made.
+// Adds the products of 64 rows over a stage's 128 k to d. Decodes a word while the products of the previous word run.
+// The last products still run when the function returns. Calls done_before() when the previous stage's products are
+// complete.
 template <int kColumns, class T, class Function>
 HOPWELL_DEVICE void multiply_stage(const ManyColumnsStage<kColumns>& stage, int first_row, float (&d)[kColumns / 2],
                                    Function done_before) {
   constexpr arch::WgmmaOptions kOptions{.type =
                                             std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
   constexpr int kGrouped =
-      kColumns > 96 ? 1 : 2;  // products: with two, ptxas has no registers and serialises them (C7512)
+      kColumns > 96 ? 1 : 2;  // products a commit; with 2, ptxas runs out of registers and serialises them (C7512)
   const int offset = 4 * (first_row + fragment_row()) + arch::lane_index() % 4;
   const auto* const codes = reinterpret_cast<const arch::Words4*>(stage.codes) + offset;
   const auto* const scales = reinterpret_cast<const uint16_t*>(stage.scales) + offset;
@@ -231,22 +236,22 @@ HOPWELL_DEVICE void multiply_stage(const ManyColumnsStage<kColumns>& stage, int 
       arch::wgmma_rs<kOptions>(d, products[j], x + uint64_t((i + j) * ManyColumnsStage<kColumns>::kProductBytes >> 4),
                                true);
     arch::wgmma_commit();
-    arch::wgmma_wait<1>();  // the next products' weights go where the last ones' were
+    arch::wgmma_wait<1>();  // the next weights overwrite the registers of the previous commit
     if (i == 0) done_before();
   }
 }
 
 // ---- results -------------------------------------------------------------------------------------------------------
 
-// Where a warp's 16 rows of results go.
+// Stores the results of a warp's 16 rows.
 template <class T>
 struct Epilogue {
   const Result<T>& result;
   double factor;
-  float exact_factor;    // the same, if nothing else is needed
-  bool is_exact, whole;  // whole: four rows may be stored at once
+  float exact_factor;    // factor, if is_exact: fp32 represents it, and there is no bias
+  bool is_exact, whole;  // whole: one store can write four rows
   int first, rows, columns;
-  double offsets[2];  // of this lane's fragment rows
+  double offsets[2];  // biases of this lane's fragment rows
 
   HOPWELL_DEVICE Epilogue(const ManyColumnsParams& p, const Result<T>& to, double factor, int first_row)
       : result(to), factor(factor), exact_factor(float(factor)), first(first_row), rows(p.rows), columns(p.columns) {
@@ -259,8 +264,9 @@ struct Epilogue {
     }
   }
 
-  // Eight columns from this one on: fragments' columns 2 t and 2 t + 1 of rows g and g + 8 become four rows of a
-  // column.
+  // Stores 8 columns, from `column` on. Shuffles turn a lane's fragment, columns 2 t and 2 t + 1 of rows g and g + 8,
+  // into
+  // four rows of one column.
   HOPWELL_DEVICE void store(int column, float s0, float s1, float s2, float s3) const {
     const int lane = arch::lane_index(), from = lane % 4 * 8 + lane / 8;
     uint32_t four[2] = {pack(s0, s1, 0), pack(s2, s3, 1)};
@@ -294,8 +300,9 @@ struct Epilogue {
   }
 };
 
-// Each split of each CTA of a cluster adds up an equal part of a tile's columns, for its 64 rows. Every warpgroup gives
-// each of them its sums: [split][row group][from][register][thread].
+// Combines the sums of a split K. Each warpgroup of the cluster adds and stores an equal part of the tile's columns,
+// for its 64 rows. It receives the sums of the warpgroups with the same rows, as
+// [split][row group][from][register][thread].
 template <int kColumns, class T>
 HOPWELL_DEVICE void exchange_sums(const ManyColumnsParams& p, const TileScheduler& tiles, const Epilogue<T>& epilogue,
                                   float* sums, int row_group, int split, const float (&d)[kColumns / 2]) {
@@ -307,7 +314,7 @@ HOPWELL_DEVICE void exchange_sums(const ManyColumnsParams& p, const TileSchedule
   const auto sync_all = [&] {
     p.cluster > 1 ? arch::cluster_sync() : arch::barrier_sync(1, 128 * ManyColumnsConfig::kGroups);
   };
-  sync_all();  // all have read all stages; warps that bring them have ended, and are not waited for
+  sync_all();  // all stages have been read, so sums may overwrite them; the producer warps have exited
   HOPWELL_UNROLL
   for (int j = 0; j < kColumns / 2; j += 4) {
     const int owner = j / registers;
@@ -327,7 +334,8 @@ HOPWELL_DEVICE void exchange_sums(const ManyColumnsParams& p, const TileSchedule
   }
 }
 
-// This warp's first row of a tile. Found from the thread's number each time: no register holds it while products run.
+// First row of this warp in a tile. Each call computes it from the thread index, so that no register holds it during the
+// products.
 HOPWELL_DEVICE int row_of_warp(const ManyColumnsParams& p) {
   const int warp = arch::thread_index_anew() / 32;
   return warp / 4 % p.row_groups * ManyColumnsConfig::kRows + warp % 4 * 16;
@@ -342,7 +350,7 @@ HOPWELL_DEVICE void multiply(const ManyColumnsParams& p, const Result<T>& result
   StageCursor<kColumns> at{s.barriers, split};
   for (TileScheduler tiles(p); tiles.more(p); tiles.advance(p)) {
     float d[kColumns / 2] = {};
-    int last = -1;  // of the ring
+    int last = -1;  // the previous stage of the ring
     const auto release = [&] {
       arch::syncwarp();
       if (arch::lane_index() == 0 && last >= 0) arch::mbarrier_arrive(s.barriers.empty[last]);

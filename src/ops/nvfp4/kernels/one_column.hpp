@@ -2,24 +2,25 @@
 //
 //     y[row] = factor · Σ_k code · scale · x[k] + bias[row]
 //
-// Tile      16 rows × all of K; a CTA takes neighbouring tiles, one after the other
-// Roles     each warp has a slice of K, the same in every tile, and keeps its x in shared memory: as fp16, in the order
-//           in which codes come out of the decoder, for mma does not mind the order of k. Slices differ by a stage
-//           where K does not come out even; the larger ones are the first warps', which go round the schedulers
-// Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring of each warp's own, kStages − 1 ahead, across tiles
-//           warp    x │ stage 0 │ stage 1 │ … │ partial │ stage 0 …      a barrier of the CTA where sums are taken
-// Scales    Column 2 t of B holds x for the k of lanes (g, t), and zeros elsewhere; odd columns are zero. So lane (g,
-//           t) finds the sums over its own blocks of rows g and g + 8 in its own accumulators, and scales those in
-//           fp32: no scale ever touches a weight.
-// Range     fp16 x, and NVFP4 x as fp16, are exact. bf16 x is multiplied by a power of two that brings the largest
-//           number of a slice below 2^15. Numbers 2^32 times as small, if there are any, would lose digits: they are
-//           left for another pass over the tile, with a power of their own.
-// Budget    memory leaves a scheduler ~31 cycles for 32 words of 8 codes. Decoding takes 12 instructions, 9 of them at
-//           half rate; mma, scales, copies and loop ~6 more
+// Tile      16 rows × all of K. A CTA has consecutive tiles, one after the other
+// Roles     all warps are alike. Each has a slice of K, the same in every tile. It keeps the x of its slice in shared
+//           memory as fp16, in the order of decoded codes, because a sum over k may have any order. If K is not
+//           divisible, the first warps have one stage more, because consecutive warps are on different schedulers
+// Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring a warp, kStages − 1 stages ahead, across tiles
+//           warp    x │ stage 0 │ stage 1 │ … │ partial │ stage 0 …      after each round: CTA barrier, results
+// Scales    Column 2 t of B holds x for the k of lanes (g, t) and zeros elsewhere. Odd columns are zero. So lane (g, t)
+//           finds the sums over its own blocks of rows g and g + 8 in its own accumulators. It multiplies these sums by
+//           the scales in fp32, so no weight is multiplied by a scale
+// Range     fp16 x, and NVFP4 x as fp16, are exact. bf16 x is multiplied by a power of two, so that the largest element
+//           of a slice lies just below 2^15. Elements 2^32 times smaller would lose digits. Another pass over the tile
+//           multiplies them, with a power of its own
+// Budget    memory delivers 32 words of 8 codes to a scheduler every ~31 cycles. Decoding them takes 12 instructions, 9
+//           at half rate; mma, scales, copies and loop take ~6 more
 //           shared: 16 warps × 4 stages × 2,304 B = 147,456, x 2 K, sums 64 B a warp and tile
-//           Blackwell converts in 8 instructions, at half rate: a stage takes a scheduler ~200 issue slots, and memory 346
-// Bound     the decoder's instructions, with ~3 µs of launch, x, first copies and last sums; on Blackwell memory, so that
-//           fewer CTAs with as many tiles each end sooner than one for every multiprocessor
+//           Blackwell decodes in 8 instructions, at half rate: a stage takes ~200 issue slots, and memory 346 cycles
+//           for it
+// Bound     the decoder's instructions, plus ~3 µs for launch, x, first copies and last sums. Blackwell: memory, so
+//           fewer CTAs with the same number of tiles finish sooner than a CTA for every multiprocessor
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -38,17 +39,18 @@ struct OneColumnParams {
   int rows, k;
   int warps;                       // of a CTA
   int slice;                       // k of a warp, a multiple of 256, at most
-  int larger_warps;                // those after the first larger_warps have a stage less
+  int larger_warps;                // the warps after the first larger_warps have a stage less
   int tiles_per_cta, larger_ctas;  // the first larger_ctas have a tile more
-  int round_tiles;                 // between two barriers
-  bool whole_scales;               // the scales of a lane's 8 blocks lie together and are aligned
+  int round_tiles;                 // tiles between two barriers
+  bool whole_scales;               // one 8-byte copy loads the scales of 8 blocks
 };
 
 using OneColumnRing = WeightRing<OneColumnConfig::kStages>;
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Sums of rows g and g + 8 over this lane's blocks of a stage: 32 k at 32 t and at 128 + 32 t.
+// Adds the products of rows g and g + 8 with x to sums, over this lane's blocks of a stage: 32 k from 32 t on, and 32 k
+// from 128 + 32 t on.
 template <class Decoder>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&sums)[2]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
@@ -63,7 +65,7 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
   }
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    float d[2][2][4] = {};  // of a block; even and odd products apart, for shorter chains
+    float d[2][2][4] = {};  // [block][chain]: even and odd products have separate sums, for shorter chains
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       HOPWELL_UNROLL
@@ -90,7 +92,7 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
   }
 }
 
-// Adds to the sums of rows g and g + 8 of a tile those over this lane's blocks of the slice.
+// Adds the products of rows g and g + 8 of a tile with x to sums, over this lane's blocks of the slice.
 template <class Params>
 HOPWELL_DEVICE void multiply_tile(const Params& p, OneColumnRing& ring, const Slice& slice, const unsigned char* x,
                                   float unit, float (&sums)[2]) {
@@ -106,11 +108,11 @@ HOPWELL_DEVICE void multiply_tile(const Params& p, OneColumnRing& ring, const Sl
   for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * Decoder::kUnit);
 }
 
-// A pass over part of x, where it has numbers too small for one with the largest: loads x and the tile again.
+// Starts a pass over the elements of x that were too small for the previous pass: loads x, and the tile again.
 template <class Params>
 HOPWELL_DEVICE Pass next_pass(const Params& p, OneColumnRing& ring, const Slice& slice, uint32_t x, int tile, int batch,
                               uint32_t& ceiling) {
-  arch::syncwarp();  // x of the pass before is used up
+  arch::syncwarp();  // all lanes have read x of the previous pass
   load_items(p.x, slice, x, batch, [] {});
   const Pass pass = p.x.scale(slice, x, ceiling);
   ring.start(p, slice, tile, 0, slice.stages);
@@ -121,7 +123,7 @@ HOPWELL_DEVICE Pass next_pass(const Params& p, OneColumnRing& ring, const Slice&
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
-// This warp's sums of a tile go to sums[16 rows].
+// Stores this warp's sums of a tile in sums[16 rows].
 HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
   const int lane = arch::lane_index();
   HOPWELL_UNROLL
@@ -131,8 +133,8 @@ HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
   }
 }
 
-// Results of a round's tiles, each by four lanes: a quarter of the warps' sums, then those quarters, always in one
-// order.
+// Stores the results of a round's tiles, four lanes a result: each lane adds a quarter of the warps' sums, then shuffles
+// add the quarters. The order is always the same.
 template <class Params>
 HOPWELL_DEVICE void store_round(const Params& p, const Global& factor, const float* sums, int first_tile, int tiles,
                                 int batch) {
@@ -153,7 +155,7 @@ HOPWELL_DEVICE void store_round(const Params& p, const Global& factor, const flo
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-// Shared memory: rings, x, sums [two rounds][tile][warp][16 rows].
+// Shared memory: rings, x, sums [2 rounds][tile][warp][16 rows].
 struct OneColumnStorage {
   unsigned char *ring, *x;  // of this warp
   float* sums;
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
     nvfp4_linear_gemv(const __grid_constant__ OneColumnParams<X, T> p) {
   const arch::BlockIndex cta = arch::block_index_3d();
   const int warp = arch::warp_index(), batch = cta.y;
-  const int smaller = warp < p.larger_warps ? 0 : warp - p.larger_warps;  // slices before this warp's
+  const int smaller = warp < p.larger_warps ? 0 : warp - p.larger_warps;  // smaller slices before this warp's
   const Slice slice = slice_of(warp * p.slice - smaller * StageConfig::kStageK,
                                warp < p.larger_warps ? p.slice : p.slice - StageConfig::kStageK, p.k);
   const OneColumnStorage s = storage_of(p, warp);
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
   uint32_t ceiling = kNoCeiling;
   const Pass first = p.x.scale(slice, x, ceiling);
 
-  // All tiles, each by multiply(tile, sums).
+  // Calls multiply(tile, sums) for each tile and stores the results of each round.
   const auto for_each_tile = [&](auto multiply) {
     int parity = 0;
     for (int at = begin; at < end; at += p.round_tiles, parity ^= 1) {
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
       store_round(p, factor, round_sums, at, tiles, batch);
     }
   };
-  // The second way has a loop of its own: one loop for both is slower.
+  // Several passes need a loop of their own, because a common loop is slower.
   if (!first.partial)
     return for_each_tile([&](int, float (&sums)[2]) { multiply_tile(p, ring, slice, s.x, first.unit, sums); });
   ring.cancel();

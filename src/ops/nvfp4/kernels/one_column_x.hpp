@@ -1,7 +1,8 @@
-// x of the kernel for one column: how a warp brings the x of its slice of K into shared memory, as fp16.
+// x of the kernel for one column: a warp loads the x of its slice of K into shared memory, as fp16.
 //
-// An item is eight neighbours in k, 16 bytes. Item (stage s, half h, lane's t, word q), k = 256 s + 128 h + 32 t + 8 q,
-// lies at 16 · (16 · (2 s + h) + 4 q + t); its numbers as pairs (k, k + 4): what two mma take after decoding word q.
+// An item is 8 consecutive k, 16 bytes. Item (stage s, half h, lane t of the quad, word q), k = 256 s + 128 h + 32 t +
+// 8 q, lies at 16 · (16 · (2 s + h) + 4 q + t). Its elements are in the order of decoded codes, for the two products
+// with word q.
 #pragma once
 
 #include "ops/nvfp4/kernels/operands.hpp"
@@ -11,7 +12,7 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 constexpr int kItemsPerStage = StageConfig::kStageK / 8;
 HOPWELL_DEVICE uint32_t item_offset(int item) { return uint32_t(item / 16 * 256 + item % 4 * 64 + item / 4 % 4 * 16); }
 
-// What x is in shared memory: the numbers are x / unit. `partial`: some were left for a later pass.
+// Shared memory holds x / unit. `partial`: some elements are left for a later pass.
 struct Pass {
   float unit;
   bool partial;
@@ -19,9 +20,9 @@ struct Pass {
 
 HOPWELL_DEVICE float power_of_two(int exponent) { return arch::bit_cast<float>(uint32_t(exponent + 127) << 23); }
 
-constexpr uint32_t kNoCeiling = 0x8000, kInfinity = 0x7f80;  // of the bits of a bf16 without its sign
+constexpr uint32_t kNoCeiling = 0x8000, kInfinity = 0x7f80;  // magnitude bits of bf16
 
-// A slice's items that this lane has loaded: visit(address, words).
+// Calls visit(address, words) for the items of a slice that this lane has loaded.
 template <class Visit>
 HOPWELL_DEVICE void for_each_item(const Slice& slice, uint32_t shared, Visit visit) {
   HOPWELL_NO_UNROLL
@@ -29,7 +30,7 @@ HOPWELL_DEVICE void for_each_item(const Slice& slice, uint32_t shared, Visit vis
     visit(shared + item_offset(item), arch::load_shared_v4(shared + item_offset(item)));
 }
 
-// The bits without sign of the largest finite number below the ceiling.
+// Magnitude bits of the largest finite element below the ceiling.
 HOPWELL_DEVICE uint32_t largest_finite(const Slice& slice, uint32_t shared, uint32_t ceiling) {
   uint32_t most = 0;
   const auto accumulate = [&](uint32_t bits) {
@@ -42,10 +43,10 @@ HOPWELL_DEVICE uint32_t largest_finite(const Slice& slice, uint32_t shared, uint
   return tile::max_of_warp(most);
 }
 
-// The largest number goes to 2^14 or above, as far as a float's exponent goes. Below 2^-17 there are digits of bf16
-// that fp16 has not.
+// Scales a slice by a power of two, so that its largest element lies between 2^14 and 2^15, or as high as fp32's
+// exponent allows. Scaled elements below 2^-17 would lose bits in fp16: they are left for a later pass.
 HOPWELL_DEVICE Pass scale_bf16(const Slice& slice, uint32_t shared, uint32_t& ceiling) {
-  uint32_t most = 0, below_least = 0xffffffff;  // of all bits; one less than the least that is not zero
+  uint32_t most = 0, below_least = 0xffffffff;  // largest magnitude bits; smallest nonzero magnitude bits − 1
   for_each_item(slice, shared, [&](uint32_t, const arch::Words4& v) {
     HOPWELL_UNROLL
     for (uint32_t word : v.w) {
@@ -85,9 +86,9 @@ HOPWELL_DEVICE Pass scale_bf16(const Slice& slice, uint32_t shared, uint32_t& ce
   return {power_of_two(exponent - 141), partial};
 }
 
-// Loads a slice into shared memory. x.item() reads an item, X::convert() decodes it, which all do alike, and X::pairs()
-// orders those that are stored. Calls overlap() while the first items are on their way. Not by cp.async: copies to
-// places that are not neighbours are slow, and all other copies wait for them.
+// Loads a slice into shared memory. x.item() reads an item, X::convert() decodes it in all lanes, and X::pairs()
+// reorders the items that are stored. Calls overlap() while the first loads are in flight. cp.async is slower here,
+// because its destinations are not contiguous, and all later copies wait for it.
 template <class X, class Overlap>
 HOPWELL_DEVICE void load_items(const X& x, const Slice& slice, uint32_t shared, int batch, Overlap overlap) {
   constexpr int kUnroll = 4;
@@ -114,14 +115,14 @@ struct FloatColumn {
   using Item = arch::Words4;
   const T* x;
 
-  // An item as it lies in memory; zeros where the slice has ended.
+  // An unconverted item; zeros beyond the end of the slice.
   HOPWELL_DEVICE arch::Words4 item(const Slice& slice, int number, int) const {
     const int k = slice.begin + number * 8;
     if (number >= slice.stages * kItemsPerStage || k >= slice.end) return {{0, 0, 0, 0}};
     return arch::load_vector<arch::Words4>(x + k);
   }
 
-  // Asks for a slice to come to the L2 cache.
+  // Prefetches a slice into L2.
   HOPWELL_DEVICE void prefetch_l2(const Slice& slice, int) const {
     for (int k = slice.begin + arch::lane_index() * 64; k < slice.end; k += 32 * 64) arch::prefetch_l2(x + k);
   }
@@ -129,8 +130,8 @@ struct FloatColumn {
   HOPWELL_DEVICE static const arch::Words4& convert(const arch::Words4& v) { return v; }
   HOPWELL_DEVICE static arch::Words4 pairs(const arch::Words4& v) { return Decoder::in_order(v); }
 
-  // Scales what this lane has loaded to the range of fp16: of it numbers whose bits without sign are below `ceiling`,
-  // which becomes that of the next pass. The warp can read it after the next barrier.
+  // Scales this lane's items into the range of fp16. Elements whose magnitude bits are not below `ceiling` become zero.
+  // Sets `ceiling` for the next pass. Other lanes may read the items after the next barrier of the warp.
   HOPWELL_DEVICE Pass scale(const Slice& slice, uint32_t shared, uint32_t& ceiling) const {
     if constexpr (std::is_same_v<T, bf16>) return scale_bf16(slice, shared, ceiling);
     return {1, false};
@@ -142,7 +143,7 @@ struct CodeColumn {
   using Decoder = DecodeByBits;
   Fp4Matrix matrix;
 
-  // Eight codes and their scale; zeros where the slice has ended.
+  // Eight codes and their scale; zeros beyond the end of the slice.
   struct Item {
     uint32_t codes;
     uint8_t scale;

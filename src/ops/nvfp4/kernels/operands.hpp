@@ -1,4 +1,4 @@
-// What the kernels of nvfp4_gemv, nvfp4_linear and nvfp4_matmul share: slices of K, the order of x, and results.
+// Shared by the kernels of nvfp4_gemv, nvfp4_linear and nvfp4_matmul: slices of K, the order of x, and results.
 #pragma once
 
 #include "arch/sm100/convert.hpp"
@@ -13,7 +13,7 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 using arch::bf16, arch::fp16;
 using tile::Fp4Matrix, tile::kCodesPerBlock, tile::to_fp32;
 
-// A part of K, from begin to end, in so many stages of 256 k, of which `whole` are not cut off by the end.
+// A range [begin, end) of K, in `stages` stages of 256 k. The first `whole` stages are complete.
 struct Slice {
   int begin, end, stages, whole;
 };
@@ -27,8 +27,8 @@ HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
 
 HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) { return arch::load_vector<arch::Words4>(from); }
 
-// Asks for rows of x to come to the L2 cache, each CTA for a share of their pieces of 64 bytes: harmless even while
-// another kernel writes them.
+// Prefetches rows of x into L2, in pieces of 64 bytes that alternate between the CTAs. Harmless while another kernel
+// still writes x.
 template <class T>
 HOPWELL_DEVICE void prefetch_x(const T* x, int64_t stride, int columns, int k, int threads) {
   constexpr int kPiece = 64 / int(sizeof(T));
@@ -38,20 +38,20 @@ HOPWELL_DEVICE void prefetch_x(const T* x, int64_t stride, int columns, int k, i
     arch::prefetch_l2(x + i / of_row * stride + i % of_row * kPiece);
 }
 
-// Eight neighbours as pairs (k, k + 4), the order in which codes come out of the decoder.
+// Reorders 8 consecutive elements to pairs (k, k + 4), the order of decoded codes.
 HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
   const auto low = [](uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; };
   const auto high = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
   return {{low(v.w[0], v.w[2]), high(v.w[0], v.w[2]), low(v.w[1], v.w[3]), high(v.w[1], v.w[3])}};
 }
 
-// How eight codes of a word become four pairs of fp16, code / kUnit, and how eight numbers of x get into the same order.
+// Decodes the 8 codes of a word to four pairs of fp16, code / kUnit. in_order() brings 8 elements of x into their order.
 struct DecodeByBits {
   static constexpr float kUnit = tile::kDecodedUnit;
   HOPWELL_DEVICE static void decode(uint32_t word, uint32_t (&pairs)[4]) { tile::e2m1x8_to_fp16(word, pairs); }
   HOPWELL_DEVICE static arch::Words4 in_order(const arch::Words4& v) { return as_pairs(v); }
 };
-// By Blackwell's conversion: neighbours stay neighbours.
+// Decodes by Blackwell's conversion instruction, whose pairs are (k, k + 1).
 struct DecodeByConversion {
   static constexpr float kUnit = 1;
   HOPWELL_DEVICE static void decode([[maybe_unused]] uint32_t word, [[maybe_unused]] uint32_t (&pairs)[4]) {
@@ -62,16 +62,16 @@ struct DecodeByConversion {
   HOPWELL_DEVICE static const arch::Words4& in_order(const arch::Words4& v) { return v; }
 };
 
-// How many of a copy's bytes exist, where `left` do before K ends.
+// Number of bytes of a copy of `most` bytes that exist, if `left` bytes remain before the end of K.
 HOPWELL_DEVICE int clamp_bytes(int left, int most) { return left < 0 ? 0 : left > most ? most : left; }
 
-// y[row, column, batch] = factor · sum + bias[row, column], rounded once from double, but for float's own rounding.
+// y[row, column, batch] = factor · sum + bias[row, column], computed in double, rounded to fp32 and then to T.
 template <class T>
 struct Result {
   T* y;
   int64_t row_stride, column_stride, batch_stride;  // elements
   const T* bias;                                    // or null
-  int64_t bias_row_stride, bias_column_stride;      // one of them 0
+  int64_t bias_row_stride, bias_column_stride;      // at least one is 0
 
   HOPWELL_DEVICE T* at(int64_t row, int64_t column, int64_t batch) const {
     return y + row * row_stride + column * column_stride + batch * batch_stride;
@@ -79,7 +79,7 @@ struct Result {
   HOPWELL_DEVICE T value(int64_t row, int64_t column, double factor, float sum) const {
     T value;
     if (!bias && double(float(factor)) == factor) {
-      tile::from_fp32(float(factor) * sum, &value);  // the same, in fp32
+      tile::from_fp32(float(factor) * sum, &value);  // the same result, without double
     } else {
       const double offset = bias ? double(to_fp32(bias[row * bias_row_stride + column * bias_column_stride])) : 0;
       tile::from_fp32(float(factor * double(sum) + offset), &value);

@@ -1,8 +1,8 @@
-// Weights of nvfp4_linear for several columns: decoded, and times their scales, as x's type has them.
+// Weights of nvfp4_linear for several columns: decoded and multiplied by their scales, in the type of x.
 //
-// Two at a time are multiplied by their scale, exactly: in fp16 code · 2^-14 · scale is a multiple of 2^-24, and in
-// bf16 code · 2^-126 · scale · 2^118 has six digits.
-// Budget    a word of 8 codes: 7 instructions of logic, 4 shifts to the left, which are products, 4 multiplications
+// One instruction multiplies two weights by their scale. The product is exact: in fp16, code · 2^-14 · scale is a
+// multiple of 2^-24; in bf16, code · 2^-126 · scale · 2^118 has six significant bits.
+// Budget    a word of 8 codes: 7 logic instructions, 4 left shifts (integer multiplications), 4 packed multiplications
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
@@ -10,7 +10,7 @@
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
-// Weights as x is: decoded, and times their scales, 1 / kUnit.
+// Decoded weights times their scales, divided by kUnit, in type T.
 template <class T>
 struct ScaledWeights;
 
@@ -49,8 +49,8 @@ struct ScaledWeights<bf16> {
   HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
     decode_by(arch::half_twice<kSecond>(scales), word, pairs);
   }
-  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6. First every second code to there, and
-  // the one before it four bits lower, then one or the other alone.
+  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16: a code's sign moves to bit 15, its other bits to bits 8 to 6. Each half
+  // of `low` and `high` holds two codes, the second four bits below its place. A mask then isolates each code.
   HOPWELL_DEVICE static void decode_by(uint32_t factors, uint32_t word, uint32_t (&pairs)[4]) {
     constexpr uint32_t kSigns = 0x88008800u, kCodes = 0x81c081c0u;
     const uint32_t low = arch::select_bits(word << 8, word << 2, kSigns);
@@ -67,8 +67,8 @@ struct ScaledWeights<bf16> {
   }
 };
 
-// A lane's weights of a half stage, two rows 8 apart: decodes word 0 to 3 of each. The first two words are of the first
-// block.
+// A lane's weights of half a stage, in rows g and g + 8. decode() decodes word 0 to 3 of each row. Words 0 and 1 belong
+// to the first block.
 template <class T>
 struct RowPair {
   ScaledWeights<T> upper, lower;

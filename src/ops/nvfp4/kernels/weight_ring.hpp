@@ -1,5 +1,5 @@
-// Weights on their way to mma and wgmma: a ring of stages in shared memory for each warp, which fills it by cp.async, a
-// few stages ahead of the one that it multiplies.
+// Copies of weights for mma and wgmma: each warp has a ring of stages in shared memory. It fills the ring by cp.async, a
+// few stages ahead of its products.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -9,12 +9,12 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
 // ---- a stage -------------------------------------------------------------------------------------------------------
 
-// Codes [16 rows][256 k], the halves of odd rows exchanged so that lanes of neighbouring rows read from different
-// banks; then scales [16 rows][16]. A lane copies 16 bytes of codes of four rows, four rows apart, and 8 scales of one
-// row.
+// A stage is codes [16 rows][256 k], then scales [16 rows][16]. The halves of odd rows of codes are exchanged, so that
+// lanes of neighbouring rows read different banks. A lane copies 16 bytes of codes of rows r, r + 4, r + 8 and r + 12,
+// and 8 scales of a row.
 
-// What lane (g, t) multiplies of a stage's half: 32 codes of row g and 32 of row g + 8, from k = 32 t on, and the
-// scales of their two blocks.
+// Operands of lane (g, t) in half a stage: 32 codes of row g and 32 codes of row g + 8, from k = 32 t on, and the scales
+// of their two blocks.
 struct StageFragment {
   arch::Words4 upper, lower;
   uint16_t upper_scales, lower_scales;
@@ -29,8 +29,8 @@ HOPWELL_DEVICE StageFragment load_fragment(const unsigned char* stage, int half)
 
 // ---- rings ---------------------------------------------------------------------------------------------------------
 
-// A warp's ring that goes through tiles, and through all stages of a slice of K in each. Consecutive
-// whole stages of a tile whose scales lie together form a run, which needs no checks.
+// A warp's ring over all stages of a slice of K, tile after tile. Consecutive whole stages of a tile with contiguous
+// scales form a run, which is copied without bounds checks.
 template <int kStages>
 class WeightRing {
  public:
@@ -42,7 +42,7 @@ class WeightRing {
         scales_to_(arch::shared_address(stages) + uint32_t(StageConfig::kCodeBytes + arch::lane_index() * 8)),
         batch_(batch) {}
 
-  // Next come so many stages, from this one of this slice of this tile on, and through the tiles that follow.
+  // Continues with `count` stages of `slice`: from stage `stage` of tile `tile` on, then through the following tiles.
   template <class Params>
   HOPWELL_DEVICE void start(const Params& p, const Slice& slice, int tile, int stage, int count) {
     slice_ = slice, tile_ = tile, stage_ = stage, stages_left_ = count, run_left_ = run_length_ = 0;
@@ -51,8 +51,8 @@ class WeightRing {
     begin_run(p);
   }
 
-  // Asks for codes of the first `count` stages to come to the L2 cache: harmless even while another kernel writes them.
-  // Two stages at a time, a row a lane.
+  // Prefetches the codes of the first `count` stages into L2, two stages at a time, a row a lane. Harmless while another
+  // kernel still writes them.
   template <class Params>
   HOPWELL_DEVICE void prefetch_l2(const Params& p, int count) const {
     constexpr int kRows = StageConfig::kRows, kStageK = StageConfig::kStageK;
@@ -68,8 +68,8 @@ class WeightRing {
     }
   }
 
-  // Starts the copies of the next stage, if there is one, and closes a group. After the last one at_end() may start
-  // again.
+  // Starts the copies of the next stage, if there is a next stage, and commits a group. After the last stage it calls
+  // at_end(), which may call start().
   template <class Params, class AtEnd>
   HOPWELL_DEVICE void copy_next(const Params& p, AtEnd at_end) {
     if (run_left_ > 0) [[likely]] {
@@ -92,10 +92,10 @@ class WeightRing {
     copy_next(p, [] {});
   }
 
-  // The oldest stage, which has arrived, right after a copy_next(): that has filled the stage before it.
+  // The oldest stage, to be called after a wait and a copy_next(), which refills the slot before the oldest stage.
   HOPWELL_DEVICE const unsigned char* oldest() const { return stages_ + fill_; }
 
-  // Forgets what is on its way.
+  // Waits for the copies in flight and drops them.
   HOPWELL_DEVICE void cancel() {
     arch::cp_async_wait_all();
     stages_left_ = run_left_ = 0, fill_ = 0;
@@ -112,7 +112,9 @@ class WeightRing {
   template <class Params>
   HOPWELL_DEVICE void seek(const Params& p) {
     const int lane = arch::lane_index(), first = tile_ * StageConfig::kRows, last = p.rows - 1;
-    const auto row = [&](int i) { return first + i < last ? first + i : last; };  // rows beyond: the last one again
+    const auto row = [&](int i) {
+      return first + i < last ? first + i : last;
+    };  // rows beyond the matrix repeat the last row
     const int64_t offset = row(lane / 8) * p.weight.row_stride;
     HOPWELL_UNROLL
     for (int i = 0; i < 3; ++i) row_offsets_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - offset);
@@ -144,17 +146,17 @@ class WeightRing {
     ++tile_, stage_ = 0;
     if (p.weight.scales.blocked || (tile_ + 1) * StageConfig::kRows > p.rows) [[unlikely]]
       return seek(p);
-    constexpr int64_t kRows = StageConfig::kRows;  // a whole tile lies as the one before
+    constexpr int64_t kRows = StageConfig::kRows;  // a whole tile has the row offsets of the previous tile
     codes_ += kRows * p.weight.row_stride - slice_.stages * (StageConfig::kStageK / 2);
     scales_ += kRows * p.weight.scales.row_stride - slice_.stages * (StageConfig::kStageK / kCodesPerBlock);
   }
 
   template <class Params>
-  HOPWELL_DEVICE static int scale_step(const Params& p) {  // bytes from four scales to the next
+  HOPWELL_DEVICE static int scale_step(const Params& p) {  // bytes from four scales to the next four
     return p.weight.scales.blocked ? 512 : 4;
   }
 
-  // Any stage: zeros where K has ended, scales by fours.
+  // Copies any stage: zeros beyond the end of K, four scales at a time.
   template <class Params>
   HOPWELL_DEVICE void copy_partial(const Params& p) {
     const int left = slice_.end - slice_.begin - stage_ * StageConfig::kStageK, lane = arch::lane_index();
@@ -171,14 +173,14 @@ class WeightRing {
     codes_ += StageConfig::kStageK / 2, scales_ += 4 * scale_step(p);
   }
 
-  const uint8_t *codes_ = nullptr, *scales_ = nullptr;  // this lane's of the next stage, in global memory
+  const uint8_t *codes_ = nullptr, *scales_ = nullptr;  // this lane's next codes and scales in global memory
   const unsigned char* stages_;
-  uint32_t codes_to_, scales_to_;  // where this lane's codes and scales go in the first stage of the ring
-  uint32_t fill_ = 0;              // the next stage to fill, in bytes
-  uint32_t row_offsets_[3] = {};   // from this lane's first row of codes to the other three
+  uint32_t codes_to_, scales_to_;  // destinations of this lane's codes and scales in stage 0 of the ring
+  uint32_t fill_ = 0;              // offset of the next stage to fill, bytes
+  uint32_t row_offsets_[3] = {};   // from this lane's first row of codes to its other three rows
   int batch_;
-  int tile_ = 0, stage_ = 0, stages_left_ = 0;  // where the run begins; stages from there on
-  int run_left_ = 0, run_length_ = 0;           // stages of the run: to come, and in all
+  int tile_ = 0, stage_ = 0, stages_left_ = 0;  // start of the run; stages from there to the end
+  int run_left_ = 0, run_length_ = 0;           // stages of the run: remaining, total
   Slice slice_{};
 };
 
@@ -186,7 +188,7 @@ class WeightRing {
 template <int kStages>
 class TileRing {
  public:
-  // A tile that does not `exist` brings zeros, and nothing is read.
+  // If the tile does not exist, the ring delivers zeros and reads nothing.
   template <class Params>
   HOPWELL_DEVICE TileRing(const Params& p, const Slice& slice, const unsigned char* stages, int tile, bool exists,
                           int stage, int step)
@@ -198,7 +200,7 @@ class TileRing {
     const int k = slice.begin + stage * StageConfig::kStageK;
     left_ = exists ? slice.end - k : 0;
     stages_left_ = stage < slice.stages ? (slice.stages - stage + step - 1) / step : 0;
-    const auto row = [&](int i) {  // rows beyond: the last one again
+    const auto row = [&](int i) {  // rows beyond the matrix repeat the last row
       const int of_all = tile * StageConfig::kRows + i;
       return of_all < last ? of_all : last;
     };
@@ -213,7 +215,7 @@ class TileRing {
         (scales.blocked ? hopwell::nvfp4::blocked_offset(scale_row, 0, scales.columns) : scale_row * scales.row_stride);
   }
 
-  // Asks for codes of the first stage to come to the L2 cache: harmless even while another kernel writes them.
+  // Prefetches the codes of the first stage into L2. Harmless while another kernel still writes them.
   HOPWELL_DEVICE void prefetch_l2() const {
     if (arch::lane_index() % 8 != 0 || stages_left_ == 0 || left_ < StageConfig::kStageK) return;
     arch::prefetch_l2(codes_);
@@ -221,12 +223,13 @@ class TileRing {
     for (uint32_t offset : row_offsets_) arch::prefetch_l2(codes_ + offset);
   }
 
-  // Starts the copies of the next stage, if there is one, and closes a group.
+  // Starts the copies of the next stage, if there is a next stage, and commits a group.
   template <class Params>
   HOPWELL_DEVICE void copy_next(const Params& p) {
     if (stages_left_ > 0) {
       --stages_left_;
-      const int step = step_ * StageConfig::kStageK, scale_step = p.weight.scales.blocked ? 512 : 4;  // of four scales
+      const int step = step_ * StageConfig::kStageK,
+                scale_step = p.weight.scales.blocked ? 512 : 4;  // bytes of four scales
       if (p.whole_scales && left_ >= StageConfig::kStageK) [[likely]] {
         arch::cp_async(codes_to_ + fill_, codes_);
         HOPWELL_UNROLL
@@ -243,11 +246,11 @@ class TileRing {
     arch::cp_async_commit();
   }
 
-  // The oldest stage, which has arrived, right after a copy_next(): that has filled the stage before it.
+  // The oldest stage, to be called after a wait and a copy_next(), which refills the slot before the oldest stage.
   HOPWELL_DEVICE const unsigned char* oldest() const { return stages_ + fill_; }
 
  private:
-  // Any stage: zeros where K has ended, scales by fours.
+  // Copies any stage: zeros beyond the end of K, four scales at a time.
   HOPWELL_DEVICE void copy_partial(int scale_step) {
     const int lane = arch::lane_index(), bytes = clamp_bytes(left_ / 2 - lane % 8 * 16, 16);
     arch::cp_async(codes_to_ + fill_, codes_, bytes);
@@ -263,11 +266,11 @@ class TileRing {
 
   const uint8_t *codes_, *scales_;
   const unsigned char* stages_;
-  uint32_t codes_to_, scales_to_;  // where this lane's codes and scales go in the first stage of the ring
-  uint32_t fill_ = 0;              // the next stage to fill, in bytes
-  uint32_t row_offsets_[3];        // from this lane's first row of codes to the other three
+  uint32_t codes_to_, scales_to_;  // destinations of this lane's codes and scales in stage 0 of the ring
+  uint32_t fill_ = 0;              // offset of the next stage to fill, bytes
+  uint32_t row_offsets_[3];        // from this lane's first row of codes to its other three rows
   int step_, stages_left_;
-  int left_;  // k from the next stage on
+  int left_;  // remaining k, from the next stage on
 };
 
 }  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET

@@ -19,7 +19,7 @@
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 constexpr int kChunks = kPieceBytes / (32 * 16);  // of a lane's four values: 2 values, 2 values, maximum and sum
-constexpr int kAhead = 4;                         // partial results that are loaded together
+constexpr int kPrefetchDistance = 4;              // partial results that are loaded together
 
 // This lane's first chunk of a piece of a CTA's slot. The chunks of a warp are contiguous.
 HOPWELL_DEVICE arch::Words4* slot_of(const Params& p, int64_t cta, int piece) {
@@ -54,17 +54,17 @@ HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int p
   const int64_t stride = int64_t{step} * p.schedule.pieces.value * (32 * kChunks);
   QuadSums all;
   HOPWELL_NO_UNROLL
-  for (int n = from; n < arch::block_index(); n += kAhead * step, slot += kAhead * stride) {
+  for (int n = from; n < arch::block_index(); n += kPrefetchDistance * step, slot += kPrefetchDistance * stride) {
     const auto exists = [&](int i) { return n + i * step < arch::block_index(); };
-    arch::Words4 chunk[kAhead][kChunks];
+    arch::Words4 chunk[kPrefetchDistance][kChunks];
     HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetchDistance; ++i) {
       if (!exists(i)) continue;
       HOPWELL_UNROLL
       for (int k = 0; k < kChunks; ++k) chunk[i][k] = arch::load_relaxed_v4(slot + i * stride + 32 * k);
     }
-    all.add(merge_partials<kAhead>(
-        kAhead, [&](int i) { return exists(i) ? take(p, slot + i * stride, chunk[i]) : QuadSums{}; }));
+    all.add(merge_partials<kPrefetchDistance>(
+        kPrefetchDistance, [&](int i) { return exists(i) ? take(p, slot + i * stride, chunk[i]) : QuadSums{}; }));
   }
   return all;
 }
@@ -77,7 +77,7 @@ struct TakenRowBlock {
       : from(0), groups(0) {
     if (!exists) return;
     from = partition.cta_of(s.info[0][kBegunBefore].begin);
-    const int wanted = (arch::block_index() - from + kAhead - 1) / kAhead;
+    const int wanted = (arch::block_index() - from + kPrefetchDistance - 1) / kPrefetchDistance;
     groups = larger(1, smaller(wanted, p.schedule.merge_groups));
   }
 };

@@ -169,7 +169,7 @@ struct WarpPartial {
   alignas(16) float values[kValues];  // [rows][pitch]: sums of exp2(logit − maximum) · v
   RowStats stats[kRows];
 };
-enum : int { kBegunBefore, kBegunHere };  // selects one of a warp's two partial results
+enum : int { kBegunBefore, kBegunHere };  // selects a warp's first or second partial result
 
 enum class Extent : int { none, continues, ends };  // whether its row block continues in the next warp or ends here
 struct PartialInfo {
@@ -226,7 +226,7 @@ HOPWELL_DEVICE PartialSums<kValues> load_sums(const Partial& partial, int pitch,
 template <int kValues, class PartialOf>
 HOPWELL_DEVICE PartialSums<kValues> merge_chain(const Params& p, const WarpChain& chain, const PartialOf& partial_of,
                                                 int pitch, const PairIndex& at) {
-  const int head = p.schedule.abreast > 1 ? at.row / p.schedule.queries : 0;
+  const int head = p.schedule.interleaved_heads > 1 ? at.row / p.schedule.queries : 0;
   PairIndex of_warp = at;
   of_warp.row -= head * p.schedule.queries;
   const int first = head * p.schedule.shares + chain.share;

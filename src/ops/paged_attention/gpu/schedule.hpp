@@ -38,12 +38,12 @@ struct Schedule {
   Divisor pieces;                              // pieces of a row block's result, four values per lane of a warp
   int merge_groups;                            // groups of warps of a CTA that have a warp for each piece
   Divisor warps, ctas;                         // warps per CTA, CTAs
-  Divisor abreast;                             // warps that read the same keys, each for one head of a row block
-  Divisor shares;                              // shares of a CTA: warps / abreast; `shares` warps have the first head
-  int whole_blocks;                            // row blocks of a CTA if all are equally long; 0: no whole number
-  int threads;                                 // per CTA
-  int sequences_per_thread;                    // sequences whose lengths a thread adds
-  bool partition_by_warp;                      // each warp computes its share by itself
+  Divisor interleaved_heads;                   // warps that read the same keys, each for one head of a row block
+  Divisor shares;            // shares of a CTA: warps / interleaved_heads; `shares` warps have the first head
+  int whole_blocks;          // row blocks of a CTA if all are equally long; 0: no whole number
+  int threads;               // per CTA
+  int sequences_per_thread;  // sequences whose lengths a thread adds
+  bool partition_by_warp;    // each warp computes its share by itself
 };
 
 // The line of tiles, divided into the shares of the CTAs.

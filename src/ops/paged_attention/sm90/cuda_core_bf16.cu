@@ -12,8 +12,10 @@ static_assert(kClusterBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 2
 
 template TileKernel<ClusterParams> cuda_core_kernel<ClusterParams, bf16>(const Problem&);
 
-// The SMs lie in groups of 16 or so, and a cluster lies in one of them: of an H200's 132 SMs 66 clusters of 2 find
-// room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
+// A cluster lies within a GPC, which has about 16 SMs. On an H200 with 132 SMs the driver fits:
+//
+//     cluster size   2    3    4    5    6    7    8
+//     clusters       66   39   30   22   17   15   15
 int clusters_that_fit(int size, const runtime::Device& device) {
   using Tile = KeyMajorTile<bf16, 1, 8, false>;
   return runtime::clusters_that_fit<paged_attention_cluster<Tile>>(

@@ -1,6 +1,6 @@
-// paged_attention on the CUDA cores: a stage of a warp's ring. Every lane has its own column of chunks and reads back
-// only what it copied itself: nobody waits for anybody, and there is no swizzle and no bank conflict. Packed stages
-// (key_major.hpp) are filled in the order of memory instead, and the lanes of a warp wait for each other.
+// paged_attention on the CUDA cores: a stage of a warp's ring. Every lane has a column of chunks and reads only chunks
+// that it copied, so no lane waits for another lane, and there are no bank conflicts without a swizzle. Packed stages
+// (key_major.hpp) are filled in memory order, and the lanes of a warp wait for each other.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
@@ -9,7 +9,7 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 constexpr int kWarpChunkBytes = 512;  // the same chunk of all lanes
 
-// `kChunks` of K that a lane has of a tile, as many of V, and `kChunksOfR`, as many or none.
+// A lane has `kChunks` chunks of K and of V in a tile, and `kChunksOfR` chunks of r: kChunks, or none.
 template <int kChunks, int kChunksOfR>
 struct CudaCoreStage {
   static constexpr uint32_t kOffsetV = kChunks * kWarpChunkBytes, kOffsetR = 2 * kOffsetV + 256;
@@ -28,10 +28,11 @@ struct CudaCoreStage<kChunks, 0> {
   uint32_t bias[32];
 };
 
-// As many stages as hold 16 KiB of K and V, so that as much is under way whatever the tile.
+// Number of stages that hold 16 KiB of K and V: the same number of bytes is in flight for every tile.
 constexpr int stages_of(int chunks) { return (15 + chunks) / chunks; }
 
-// The step of tiles whose stages hold whole ones, each filled again when it has been computed. `kPacked`: by any lanes.
+// The step of tiles with one part: a stage is refilled after its tile has been computed. `kPacked`: any lane may have
+// copied a chunk, so the lanes wait for each other.
 template <class Tile, int kTheStages, bool kPacked>
 struct WholeTileStep {
   static constexpr int kStages = kTheStages;
@@ -65,7 +66,7 @@ HOPWELL_DEVICE bool finish_logit(const PositionBias& p, const QueryVector& vecto
   return hidden;
 }
 
-// A chunk whose elements lie anywhere, or nowhere, for layouts that have no whole chunks.
+// Gathers a chunk element by element, for caches without aligned chunks. element_at returns null for zeros.
 template <class T, class ElementAt>
 HOPWELL_DEVICE void gather_chunk(arch::Words4& chunk, ElementAt element_at) {
   chunk = {};

@@ -1,4 +1,10 @@
-// paged_attention on the CUDA cores: the tile for layout vllm.
+// paged_attention on the CUDA cores: the tile for layout vllm, whose keys are split into columns of 16 bytes and whose
+// values are transposed.
+//
+// Tile      a lane has 8 columns of one key, and 8 chunks of V: 8 consecutive tokens (fp32: 4) of one dimension each
+// Roles     all warps are alike: each copies and multiplies its own tiles
+// Sums      a lane has most or all of a logit. The outputs are summed over the lanes with other tokens at the end of a
+//           segment
 #pragma once
 
 #include "ops/paged_attention/gpu/merge.hpp"
@@ -7,15 +13,12 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Layout vllm, whose keys are split into columns of 16 bytes and whose values are transposed: a lane has 8 columns of
-// one key, and 8 chunks of V, each 8 consecutive tokens (4 in fp32) of one dimension. Most logits are whole in one
-// lane; the outputs are summed over the lanes that have other tokens at the end of the segment.
 template <class T>
 struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), false> {
   using Type = T;
   using Stage = CudaCoreStage<8, 0>;
   using Partial = WarpPartial<256, 1>;
-  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
+  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kInterleavesHeads = false;
   static constexpr int kLaneBytes = 16;  // from one lane's chunks to the next one's
   static constexpr int kLaneChunks = 8;
   static constexpr uint32_t kOffsetV = Stage::kOffsetV;
@@ -23,8 +26,8 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
   static constexpr int kKeysOfLookup = 1;
 
   static constexpr int head = 0, row = 0;
-  int first_key, first_chunk, groups;  // groups: of tokens in a tile
-  int first_dim, next_dim;             // of the chunks of V
+  int first_key, first_chunk, groups;  // groups: chunks of tokens in a tile
+  int first_dim, next_dim;             // first dimension of the lane's chunks of V; distance to the next
   float q[kDims], out[kLaneChunks];
   RunningSoftmax softmax;
 
@@ -33,7 +36,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
     first_key = lane & (p.schedule.tile - 1), first_chunk = (lane - first_key) * p.schedule.lanes / 32 * kLaneChunks;
     next_dim = p.schedule.lanes * kTokens, first_dim = (lane - (lane & (groups - 1))) * next_dim / 32;
   }
-  HOPWELL_DEVICE int token() const { return (arch::lane_index() & (groups - 1)) * kTokens; }  // the first of the lane's
+  HOPWELL_DEVICE int token() const { return (arch::lane_index() & (groups - 1)) * kTokens; }  // the lane's first token
   HOPWELL_DEVICE int dimension(int i) const { return i * next_dim + first_dim; }
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
@@ -56,7 +59,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
       const int64_t k_page = visible ? tile.page : 0, v_page = tokens ? page_of_values : 0;
       const char* k = source.k + k_page * cache.k_page + int64_t{visible ? key % cache.block : 0} * cache.k_slot;
       const char* v = source.v + v_page * cache.v_page + int64_t{tokens ? first % cache.block : 0} * cache.v_slot;
-      const int chunks = visible ? p.query.d / kElements<T> - first_chunk : 0;  // of this lane, at most
+      const int chunks = visible ? p.query.d / kElements<T> - first_chunk : 0;  // this lane's chunks within d, or more
       const int limit = tokens ? p.query.d - first_dim : 0, v_step = next_dim * cache.v_group;
       HOPWELL_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) {
@@ -69,7 +72,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
     to.visible[lane] = (visible ? 1 : 0) | half;
   }
 
-  HOPWELL_DEVICE void prefetch_query(const Params&, const QueryVector&) {}  // too many to be held
+  HOPWELL_DEVICE void prefetch_query(const Params&, const QueryVector&) {}  // q does not fit in registers
   HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial&, const Stage&) {
     HOPWELL_UNROLL
     for (int first = 0; first < kDims; first += 8) {
@@ -154,7 +157,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
     }
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
   }
-  // (q + v)·r. There are no registers left for q + v; it comes from L1 for each key.
+  // (q + v)·r. q + v does not fit in registers, so each key reads it from L1.
   HOPWELL_DEVICE float multiply_r(const Params& p, const QueryVector& vector, int key) const {
     const int row = p.bias.r_row_of(vector.position, key), first = first_chunk * kElements<T>;
     if (row < 0 || key > vector.position) return 0;
@@ -171,8 +174,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
     }
     return x * p.bias.log2_scale;
   }
-  // Values of hidden keys that lie in one chunk with values of visible ones: they may be NaN, which a weight of 0 does
-  // not remove.
+  // Clears the values of hidden keys that share a chunk with visible keys, because a weight of 0 does not remove NaN.
   HOPWELL_DEVICE void clear_hidden_values(bool hidden, Stage& stage) const {
     const uint32_t keys_hidden = arch::ballot(hidden);
     if (keys_hidden == 0) return;

@@ -19,11 +19,11 @@ TileKernel<P> cuda_core_kernel(const Problem& problem) {
   constexpr int kMost = kElements<T>, kFew = kMost / 4;  // keys of a lane: key_major_shape
   const KeyMajorShape shape = key_major_shape(problem);
   if (problem.r) return KernelOf<P, KeyMajorTile<T, 1, kMost, true>>::value;
-  if (shape.octets == 2) return KernelOf<P, KeyMajorTile<T, 2, 2 * kFew, false>>::value;
-  if (shape.octets == 3) return KernelOf<P, KeyMajorTile<T, 3, 2 * kFew, false>>::value;
-  if (shape.octets == 4) return KernelOf<P, KeyMajorTile<T, 4, kFew, false>>::value;
+  if (shape.vectors == 2) return KernelOf<P, KeyMajorTile<T, 2, 2 * kFew, false>>::value;
+  if (shape.vectors == 3) return KernelOf<P, KeyMajorTile<T, 3, 2 * kFew, false>>::value;
+  if (shape.vectors == 4) return KernelOf<P, KeyMajorTile<T, 4, kFew, false>>::value;
   if constexpr (sizeof(T) == 2) {
-    if (shape.octets == 5) return KernelOf<P, KeyMajorTile<T, 5, kFew, false>>::value;
+    if (shape.vectors == 5) return KernelOf<P, KeyMajorTile<T, 5, kFew, false>>::value;
     if (shape.keys == 4) return KernelOf<P, KeyMajorTile<T, 1, 4, false>>::value;
   }
   return KernelOf<P, KeyMajorTile<T, 1, kMost, false>>::value;

@@ -17,7 +17,7 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Each chooses the tile of a problem within its family.
+// Choose the tile of a problem within a family.
 template <class P, class T>
 TileKernel<P> cuda_core_kernel(const Problem& problem);
 template <class P, class T, int kD>  // d <= kD. 256: all d above 128

@@ -1,4 +1,13 @@
-// paged_attention on the CUDA cores: the tile for caches whose keys and values are rows.
+// paged_attention on the CUDA cores: the tile for layouts nhd and hnd, whose keys and values are rows.
+//
+// Tile      kKeys keys for each group of `lanes` lanes, a power of two, that share a key's row. A lane has one to five
+//           8-element vectors of the row (plan.cpp: key_major_shape). The chunks of a row are dealt to the lanes
+//           alternately, so that a load of the warp reads contiguous memory: several heads (nhd) or several keys (hnd)
+// Roles     all warps are alike: each copies and multiplies its own tiles
+// Copies    with one vector a lane, each lane copies its own chunks. Rows of more vectors are packed in a stage, in
+//           memory order: a copy of the warp has 512 contiguous bytes, whatever rows they belong to
+// Sums      q · k is summed over the lanes by halving, 4 + 2 + 1 exchanges for eight keys. Then each lane has the logit
+//           of one key. P·V needs no exchange before the end of a segment
 #pragma once
 
 #include "ops/paged_attention/gpu/merge.hpp"
@@ -7,43 +16,36 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Layouts nhd and hnd, whose keys and values are rows: a key's row is divided between `lanes` lanes, a power of two, one
-// to five octets, eight dimensions, for each (plan.cpp: key_major_shape says which and why). A lane has `kKeys` keys.
-// Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies together, of several
-// heads (nhd) or several keys of one (hnd).
-// Rows of one octet a lane are copied by the lanes that read them. Rows of more lie packed in a stage, in the order of
-// memory: each copy of the warp is of 512 neighbouring bytes, whatever rows they belong to.
-// The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
-// the logit of one key. P·V needs no sum at all.
-template <class T, int kOctets, int kKeys>
+template <class T, int kVectors, int kKeys>
 struct KeyMajorSizes {
-  static constexpr int kChunksOfOctet = 8 / kElements<T>, kChunksOfKey = kOctets * kChunksOfOctet;
-  static constexpr bool kPacked = kOctets > 1;
-  // Of 32 chunks in a stage. Room for a power of two is never all used by packed rows: four lanes lack an octet.
-  static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kOctets % 2 == 0 ? kKeys * kChunksOfOctet / 4 : 0);
-  // A third stage costs packed rows of two or three octets more than it hides; of four it was not timed.
-  static constexpr int kRingStages = kOctets == 2 || kOctets == 3 ? 2 : stages_of(kRows);
+  static constexpr int kChunksOfVector = 8 / kElements<T>, kChunksOfKey = kVectors * kChunksOfVector;
+  static constexpr bool kPacked = kVectors > 1;
+  // Rows of 32 chunks in a stage. Packed rows with two vectors a lane have four lanes a key, and the last lane lacks a
+  // vector.
+  static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kVectors % 2 == 0 ? kKeys * kChunksOfVector / 4 : 0);
+  // With two or three vectors a lane, packed rows are slower with a third stage. Four vectors were not measured.
+  static constexpr int kRingStages = kVectors == 2 || kVectors == 3 ? 2 : stages_of(kRows);
 };
-template <class T, int kOctets, int kTheKeys, bool kFused>
-struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
-                      WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>,
-                                    KeyMajorSizes<T, kOctets, kTheKeys>::kRingStages, (kOctets > 1)> {
+template <class T, int kVectors, int kTheKeys, bool kFused>
+struct KeyMajorTile : KeyMajorSizes<T, kVectors, kTheKeys>,
+                      WholeTileStep<KeyMajorTile<T, kVectors, kTheKeys, kFused>,
+                                    KeyMajorSizes<T, kVectors, kTheKeys>::kRingStages, (kVectors > 1)> {
   using Type = T;
-  using Sizes = KeyMajorSizes<T, kOctets, kTheKeys>;
+  using Sizes = KeyMajorSizes<T, kVectors, kTheKeys>;
   using Sizes::kChunksOfKey, Sizes::kPacked, Sizes::kRows;
   static constexpr int kKeys = kTheKeys, kLaneChunks = kKeys * kChunksOfKey;
-  static constexpr int kDims = 8 * kOctets;  // of a lane
-  static constexpr int kHeld = kOctets;      // octets of the row block's next queries, dealt to all lanes
+  static constexpr int kDims = 8 * kVectors;  // dimensions of a lane
+  static constexpr int kHeld = kVectors;      // vectors of the row block's next queries that a lane holds
   using Stage = CudaCoreStage<kRows, kFused ? kRows : 0>;
-  using Partial = WarpPartial<256 * kOctets, kMaxJoinedHeads>;
-  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
+  using Partial = WarpPartial<256 * kVectors, kMaxJoinedHeads>;
+  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kInterleavesHeads = false;
   static constexpr int kLaneBytes = kPacked ? 0 : 16;  // from one lane's chunks to the next one's
-  static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
+  static constexpr int kKeysOfLookup = kKeys;  // a lane's keys share a page, because the first is a multiple of kKeys
 
-  static constexpr int row = 0;  // of the row block's queries
+  static constexpr int row = 0;  // row blocks have one query
   int lanes, place, head, first_key;
-  int chunks;          // of a key that the lane has; those after them are beyond d
-  int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
+  int chunks;          // the lane's chunks of a key that lie within d
+  int copies, my_key;  // lanes that get the logit of the same key; this key, among the lane's keys
   // Packed: chunks of a key's rows; 2^16 / row_chunks; the lane's first chunk; keys that certainly share a page.
   int row_chunks, reciprocal, own, page_keys;
   float q[kDims], qv[kFused ? kDims : 1], out[kDims];
@@ -67,12 +69,12 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       while (page_keys < smaller(16, p.schedule.tile) && p.cache.block % (2 * page_keys) == 0) page_keys *= 2;
     }
   }
-  // The first of a chunk of the lane's.
+  // First dimension of a chunk of the lane.
   HOPWELL_DEVICE int dimension(int chunk) const { return (chunk * lanes + place) * kElements<T>; }
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
     if constexpr (kPacked) {
-      const int offset = -head * p.query.d * int(sizeof(T));  // of the row block's first head
+      const int offset = -head * p.query.d * int(sizeof(T));  // back to the row block's first head
       return copy_source_of(p, vector, sizeof(T), offset, offset, 0);
     }
     return copy_source_of(p, vector, sizeof(T), 16 * place, 16 * place, dimension(0));
@@ -109,7 +111,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
     HOPWELL_UNROLL
     for (int i = 0; i < kHeld; ++i) {
-      const HeldOctet held(p, *this, vector, i);
+      const HeldVector held(p, *this, vector, i);
       raw[i] = held.exists ? load_q<T, 8>(p, held.vector, held.element) : RawElements{};
     }
   }
@@ -170,7 +172,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     HOPWELL_UNROLL
     for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
       stats.sum += arch::shuffle_xor(stats.sum, mask);
-    for (int mask = lanes * p.schedule.heads; mask < 32; mask *= 2) {  // lanes that have other keys of the same head
+    for (int mask = lanes * p.schedule.heads; mask < 32; mask *= 2) {  // lanes with other keys of the same head
       const float maximum = fmaxf(stats.maximum, arch::shuffle_xor(stats.maximum, mask));
       const float weight = arch::exp2_approx(stats.maximum - tile::finite_reference(maximum));
       stats.maximum = maximum, stats.sum *= weight;
@@ -190,24 +192,24 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE int pitch() const { return lanes * kDims; }
 
  private:
-  struct HeldOctet {
+  struct HeldVector {
     QueryVector vector;
-    int element, at;  // of the row; in a partial result, which the rows lie in as values do
+    int element, at;  // index in the row; index in a partial result, where the rows have the layout of values
     bool exists;
-    HOPWELL_DEVICE HeldOctet(const Params& p, const KeyMajorTile& tile, const QueryVector& of_lane, int i)
+    HOPWELL_DEVICE HeldVector(const Params& p, const KeyMajorTile& tile, const QueryVector& of_lane, int i)
         : vector(of_lane) {
-      const int octet = arch::lane_index() + 32 * i, of_head = octet / kOctets / p.schedule.lanes;
+      const int index = arch::lane_index() + 32 * i, of_head = index / kVectors / p.schedule.lanes;
       vector.head += (of_head - tile.head) * p.query.group;
-      at = 8 * octet, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
+      at = 8 * index, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
     }
   };
-  // q + other, by way of the partial result's memory.
+  // Distributes q + other to the lanes, through the partial result's memory.
   template <class LoadOther>
   HOPWELL_DEVICE void deal_query(const Params& p, const QueryVector& vector, Partial& partial, float (&to)[kDims],
                                  Float type, const LoadOther& load_other) const {
     HOPWELL_UNROLL
     for (int i = 0; i < kHeld; ++i) {
-      const HeldOctet held(p, *this, vector, i);
+      const HeldVector held(p, *this, vector, i);
       if (!held.exists) continue;
       float x[8];
       query_plus<T>(raw[i], load_other(p, held.vector, held.element), type, x);
@@ -219,7 +221,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     for (int i = 0; i < kChunksOfKey; ++i)
       for (int e = 0; e < kElements<T>; ++e)
         to[i * kElements<T> + e] = partial.values[head * pitch() + dimension(i) + e];
-    arch::syncwarp();  // kept: but for q + v, nobody writes the partial result before many more steps of all lanes
+    arch::syncwarp();  // kept: except for q + v, lanes write the partial result only after many more steps
   }
   HOPWELL_DEVICE void copy_chunks(const char* from, int stride, uint32_t seen, uint32_t destination) const {
     HOPWELL_UNROLL
@@ -231,8 +233,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
                        chunk < chunks ? int(seen >> key & 1) * 16 : 0);
     }
   }
-  // Packed rows of heads that take all lanes: the keys are the same for all of them, and the rows of one follow one
-  // another, so that nothing of an address is to be found out for a chunk.
+  // Copies packed rows if the heads of the row block take all lanes. Then all lanes have the same keys, the rows of a
+  // key are contiguous, and the address of a chunk needs no division.
   HOPWELL_DEVICE void copy_joined(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t seen,
                                   uint32_t to) const {
     const Cache& cache = p.cache;
@@ -252,8 +254,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       }
     }
   }
-  // Packed rows of any other number of heads: of as many keys at a time as certainly share a page. Those follow one
-  // another but for what lies between the rows of two keys.
+  // Copies packed rows of any other number of heads: page_keys keys at a time, which always share a page. Their rows are
+  // contiguous except for a gap between two keys.
   HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t to) const {
     const Cache& cache = p.cache;
     const Keys& visible = source.vector.visible;
@@ -290,7 +292,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   }
   HOPWELL_DEVICE void copy_r(const Params& p, const CopySource& source, int key, uint32_t seen,
                              uint32_t address) const {
-    const int farthest = source.vector.position - key;  // of the first key
+    const int farthest = source.vector.position - key;  // distance of the first key
     if (farthest < p.bias.extent)
       return copy_chunks(source.r + int64_t{farthest} * p.bias.r_row_bytes, -p.bias.r_row_bytes, seen,
                          address + Stage::kOffsetR);
@@ -321,7 +323,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     }
   }
 
-  // One of the lane's chunks in a stage's K or V: where it lies, and from shared memory, zeros beyond d.
+  // A lane's chunk in a stage's K or V: its index, a reference, and its elements with zeros beyond d.
   HOPWELL_DEVICE int packed_at(int key, int chunk) const { return own + key * row_chunks + chunk * lanes; }
   HOPWELL_DEVICE arch::Words4& chunk_of(arch::Words4 (&rows)[kRows][32], int i) const {
     if constexpr (!kPacked) return rows[i][arch::lane_index()];
@@ -331,15 +333,16 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   HOPWELL_DEVICE arch::Words4 load_chunk(uint32_t rows, int key, int chunk) const {
     if constexpr (!kPacked)
       return arch::load_shared_v4(rows + uint32_t((key * kChunksOfKey + chunk) * kWarpChunkBytes));
-    const bool in_last_octet = chunk >= kChunksOfKey - Sizes::kChunksOfOctet;  // only there rows may end
-    if (in_last_octet && chunk >= chunks) return {};
+    const bool in_last_vector = chunk >= kChunksOfKey - Sizes::kChunksOfVector;  // only there a row may end
+    if (in_last_vector && chunk >= chunks) return {};
     return arch::load_shared_v4(rows + uint32_t(16 * packed_at(key, chunk)));
   }
   HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[kDims], float (&x)[kKeys]) const {
     HOPWELL_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const bool first = i % kChunksOfKey == 0;
-      float row[kElements<T>], sum = first ? x[i / kChunksOfKey] : 0;  // of a chunk: few keys would be few chains
+      float row[kElements<T>],
+          sum = first ? x[i / kChunksOfKey] : 0;  // a sum a chunk, because few keys are few independent chains
       unpack<T>(load_chunk(rows, i / kChunksOfKey, i % kChunksOfKey), row);
       HOPWELL_UNROLL
       for (int e = 0; e < kElements<T>; ++e) sum += by[i % kChunksOfKey * kElements<T> + e] * row[e];
@@ -362,7 +365,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       }
     }
   }
-  // Half of the keys go to the lane across, whose other half comes here, until one key is left.
+  // Exchanges sums with the lane at distance `mask`: each lane keeps half of the keys, until one key is left.
   HOPWELL_DEVICE float sum_over_lanes(float (&x)[kKeys]) const {
     int mask = lanes / 2;
     HOPWELL_UNROLL
@@ -373,7 +376,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     for (; mask >= 1; mask /= 2) x[0] += arch::shuffle_xor(x[0], mask);
     return x[0];
   }
-  // Values of keys that a bias of −inf hides may be NaN, which a weight of 0 does not remove.
+  // Clears the values of keys that a bias of −inf hides, because a weight of 0 does not remove NaN.
   HOPWELL_DEVICE void clear_hidden_values(bool hidden, Stage& stage) const {
     const int lane = arch::lane_index();
     const uint32_t lanes_hidden = arch::ballot(hidden);

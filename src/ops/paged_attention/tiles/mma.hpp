@@ -1,26 +1,29 @@
-// paged_attention on the tensor cores, for up to 8 query vectors that share a KV head: GQA groups, several query
-// tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
-// heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
+// paged_attention on the tensor cores, for blocks of 8 query vectors that share a KV head: GQA groups, and several query
+// tokens. Layout vllm uses this tile for any number of query vectors, because its chunks are fragments of mma. Groups
+// of 9 to 16 heads may have two blocks, so that one pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix; with q in two
-//           parts of two blocks half as much
-// Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
-//           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
-//           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
-//           would be empty anyway, so this costs nothing, and leaves 16 bits of a bf16 product, 22 of an fp16 one. S
-//           comes out as P goes in. An exact q, to which nothing is added, has no low parts (plan.cpp's exact_query): the
-//           16 rows of S of two blocks are 16 query vectors. Of q in two parts two blocks have high and low parts one after
-//           the other into the same sums
+//     s = scale · q · k + bias, out = Σ_key softmax(s) · v    for each query vector
+//
+// Tile      64, 32 or 16 keys of one KV head for a warp: 12 or 16 KiB of K and V, swizzled for ldmatrix. Two blocks
+//           with q split into two parts: half as many keys
+// Roles     all warps are alike: each copies and multiplies its own tiles
+// Products  mma m16n8k16. S = q K^T: the 16 rows are 8 query vectors twice, rows 0–7 with the high part of an fp32
+//           element, rows 8–15 with its rounding error; the two results are added. out^T = V^T P^T: 16 dimensions by 8
+//           queries; the high and the low part of P are added to the same sums, one after the other. The split costs
+//           nothing, because 8 rows, or half of the products, would be empty otherwise. A bf16 product keeps 16 bits,
+//           an fp16 product 22. S has the layout that P needs. An exact q, to which nothing is added, has no low part
+//           (plan.cpp's exact_query): the 16 rows of S are the query vectors of two blocks. For two blocks with a split
+//           q, the high and the low part are multiplied one after the other
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
-//           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
+//           three or four of the four parts are in flight at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
-//           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
-//           the biases and partial results. q in two parts of two blocks of kD 128, or of kD 256, lies in the partial
-//           result; kD 256 has 6 warps then. Registers: kD / 4 of the output and of q (exact: half as much for a block),
-//           ~110 to 150 others
+//           32 · kD) + 6.5 KiB. An exact q is not in shared memory, and the last partial result is in the ring's memory.
+//           Two blocks have twice the biases and partial results. A split q of two blocks of kD 128, or of kD 256, is in
+//           the partial result's memory; kD 256 then has 6 warps. Registers: kD / 4 of the output and of q (exact: half
+//           as much for a block), ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
-// A lane's query vector is that of row lane / 4, as in the fragments.
+// A lane has the query vector of row lane / 4, as in the fragments.
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
@@ -38,7 +41,7 @@ HOPWELL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
   const uint32_t b[2] = {b0, b1};
   arch::mma_m16n8k16_fp16(d, a, b);
 }
-// Two numbers rounded to 16 bits, and two of what that has lost.
+// Splits two numbers: `high` is both rounded to 16 bits, `low` is both rounding errors.
 HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, bf16) {
   high = arch::pack_bf16(x, y);
   low = arch::pack_bf16(x - arch::bit_cast<float>(high << 16), y - arch::bit_cast<float>(high & 0xffff0000));
@@ -48,7 +51,7 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
   low = arch::pack_fp16(x - arch::to_float(fp16{uint16_t(high)}), y - arch::to_float(fp16{uint16_t(high >> 16)}));
 }
 
-// Tiles of two blocks, and of other d than 64 and 128, are for exact queries first of all.
+// By default, tiles of two blocks and tiles of a kD other than 64 and 128 have an exact query.
 template <class T, int kD, int kTokens, int kBlocks = 1, bool kExactQuery = kBlocks == 2 || (kD != 64 && kD != 128)>
 struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Type = T;
@@ -60,29 +63,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
       Copies::kOffsetV;
   using typename Copies::ChunkAddress;
-  static constexpr bool kHoldsQuery = kExactQuery || kD * kBlocks <= 128;  // in registers, else in the partial result
-  static constexpr int kKeysOfLookup = 16;                                 // that share a page
-  // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
+  static constexpr bool kHoldsQuery = kExactQuery || kD * kBlocks <= 128;  // q is in registers, else in shared memory
+  static constexpr int kKeysOfLookup = 16;                                 // keys that share a page
+  // The eighth warp fits only if the partial result of the last segment uses the ring's memory.
   static constexpr bool kStoresResults = kExactQuery;
   static constexpr bool kRegistersAreScarce = kExactQuery && kD * kBlocks >= 256;
-  // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
+  // fp16 cannot represent small probabilities, so they are multiplied by 2^14. With the threshold they stay below 2^15.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
-  static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
+  static constexpr float kRescaleThreshold =
+      std::is_same_v<T, fp16> ? 1 : 8;  // rescale threshold: a logit may exceed the maximum by this
 
   using Results = WarpPartial<kRows * kD, kRows>;
-  struct alignas(128) Partial : Results {};  // q lies in it as keys do in a stage
+  struct alignas(128) Partial : Results {};  // before the first tile, holds q in the layout of a stage's keys
 
-  static constexpr bool kAbreast = true;
+  static constexpr bool kInterleavesHeads = true;
   int head = 0;
-  // Of two blocks in two parts the low parts follow the high ones.
+  // For two blocks with a split q, the low parts follow the high parts.
   uint32_t q[!kHoldsQuery ? 1 : kExactQuery ? kD / 16 : kD / 16 * kBlocks][kExactQuery ? 2 * kBlocks : 4];
   uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
   float out[kBlocks][kD / 16][4];  // transposed
-  float scale[kBlocks];            // of the products with q in two parts: what q + u was divided by
+  float scale[kBlocks];            // factor of the products with a split q: the divisor of q + u
   RunningSoftmax softmax[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
-  // Where there is no u to add, q as it lies in memory; else it comes with the first tile.
+  // Loads an exact q. A split q is loaded with the first tile.
   HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
     if constexpr (kExactQuery) {
       HOPWELL_UNROLL
@@ -106,7 +110,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       softmax[b] = {};
     }
   }
-  // Computes a tile, if there is one, and lets its stage be filled again, part by part.
+  // Computes a tile, if it exists, and refills each part of its stage after use.
   template <class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, uint32_t address,
                            bool exists, const Refill& refill) {
@@ -117,13 +121,13 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
-        arch::syncwarp();  // the other lanes' copies are there
+        arch::syncwarp();  // the copies of all lanes have arrived
         multiply(half, address, s);
         if (half == kBiasPart) {
           hidden = finish_logits(p, vector, tile_key, stage, s);
           mask(vector, tile_key, stage.pages[0], s);
         }
-        arch::syncwarp();  // all have read what is copied to next
+        arch::syncwarp();  // all lanes have read the part that refill() overwrites
       }
       refill(half);
     }
@@ -132,9 +136,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
-        arch::syncwarp();  // the other lanes' copies are there
+        arch::syncwarp();  // the copies of all lanes have arrived
         accumulate(half, address + kOffsetV, weights);
-        arch::syncwarp();  // all have read what is copied to next
+        arch::syncwarp();  // all lanes have read the part that refill() overwrites
       }
       refill(kHalves + half);
     }
@@ -192,18 +196,18 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     if constexpr (kBlocks == 1) return arch::shuffle(vector.head, 4 * of_row);
     return arch::shuffle(vector.head, 0) + of_row;  // q_len is 1
   }
-  // Query vectors, and u of them if `with_u`, as they lie in memory, to where their low and high parts will be. All loads
-  // are under way together.
+  // Loads unconverted query vectors, and their u if `with_u`, into the memory of their low and high parts. All loads
+  // are in flight at the same time.
   HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, bool with_u,
                                    arch::Words4* chunks) const {
-    constexpr int kAtOnce = 32 / kChunks;  // rows
+    constexpr int kRowsPerLoad = 32 / kChunks;  // rows
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     const auto* u = static_cast<const uint16_t*>(p.query.u) + 8 * chunk;
-    RawElements q_raw[kRows / kAtOnce];
-    arch::Words4 u_raw[kRows / kAtOnce];
+    RawElements q_raw[kRows / kRowsPerLoad];
+    arch::Words4 u_raw[kRows / kRowsPerLoad];
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i) {
-      const int of_row = i * kAtOnce + lane / kChunks;
+    for (int i = 0; i < kRows / kRowsPerLoad; ++i) {
+      const int of_row = i * kRowsPerLoad + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
       if (of_row < p.schedule.queries) q_raw[i] = load_q<T, 8>(p, other, 8 * chunk);
@@ -212,13 +216,14 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         u_raw[i] = arch::load_vector<arch::Words4>(u + other.head * p.query.u_stride);
     }
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i) {
-      const int of_row = i * kAtOnce + lane / kChunks;
+    for (int i = 0; i < kRows / kRowsPerLoad; ++i) {
+      const int of_row = i * kRowsPerLoad + lane / kChunks;
       chunks[chunk_index(of_row, chunk)] = u_raw[i], chunks[chunk_index(of_row + kRows, chunk)] = q_raw[i].half[0];
     }
   }
-  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
-  // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
+  // Splits q + u into two parts of 16 bits, in the partial result's memory: rows 0 to 7 (two blocks: 15) are the high
+  // parts, the following rows the low parts. Each row is scaled so that its largest |q + u| lies between 1 and 2 and T
+  // represents it.
   HOPWELL_DEVICE void split_query(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
@@ -233,7 +238,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      // Its own copies, if there are any.
+      // Chunks that this lane has copied or loaded, if the query is aligned.
       RawElements q_raw{}, u_raw{};
       if (p.query.aligned)
         q_raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
@@ -258,7 +263,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + kRows, chunk)] = low;
     }
     arch::syncwarp();
-    const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
+    const int last = p.schedule.queries - 1;  // last row that exists; later rows repeat it
     const int of_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
     q_chunk = arch::shared_address(chunks) + uint32_t(16 * chunk_index(of_row, lane / 16));
     if constexpr (kHoldsQuery) {
@@ -267,10 +272,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
-    arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
+    arch::syncwarp();  // kept: lanes write the partial result only after many more steps
   }
-  // Biases of 16 bits that have a word for each key (mma_copy.hpp), each to fp32 in place. They are seldom there, and
-  // unrolled with what uses them they took a quarter of a kernel's compilation.
+  // Converts 16-bit biases that have a word for each key (mma_copy.hpp) to fp32, in place. They are rare. Unrolled into
+  // the code that uses them, the conversion took a quarter of a kernel's compile time.
   HOPWELL_DEVICE void decode_words(const Params& p, const QueryVector& vector, int tile_key, Stage& stage) const {
     HOPWELL_NO_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
@@ -285,7 +290,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
     arch::syncwarp();
   }
-  // The biases of keys 8 t + 2 quad and the next one, of block b.
+  // The biases of keys 8 t + 2 quad and 8 t + 2 quad + 1, of block b.
   HOPWELL_DEVICE void load_biases(const PositionBias& of, const Stage& stage, int b, int t, float (&bias)[2]) const {
     const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
     const int j = 8 * t + 2 * quad;
@@ -294,18 +299,20 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     else
       bias[0] = decode(words[j / 2] & 0xffff, of.type), bias[1] = decode(words[j / 2] >> 16, of.type);
   }
-  // What is subtracted from the logits, and how far one may lie above that before the maximum is raised.
+  // The number that is subtracted from the logits, and the difference above which the maximum is raised.
   HOPWELL_DEVICE float base_of(int b) const {
     return softmax[b].maximum == -INFINITY ? 0 : softmax[b].maximum - kShift;
   }
-  HOPWELL_DEVICE float limit_of(int b) const { return softmax[b].maximum == -INFINITY ? -INFINITY : kSlack + kShift; }
-  // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2, or the sum of its two parts.
+  HOPWELL_DEVICE float limit_of(int b) const {
+    return softmax[b].maximum == -INFINITY ? -INFINITY : kRescaleThreshold + kShift;
+  }
+  // Product of key e % 2 of the lane's keys of eight with the query of block e / 2. Adds the two parts of a split q.
   HOPWELL_DEVICE float product_of(const float (&s)[4], int e) const {
     if constexpr (kExactQuery) return s[e];
     return (kBlocks > 1 ? s[e] : s[e] + s[2 + e]) * scale[e / 2];
   }
-  // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
-  // of −inf hides a key from any lane's row.
+  // Turns products into logits minus base_of(b): s[t][2 b + e] is for key 8 t + 2 quad + e and block b. Returns true if
+  // a bias of −inf hides a key from any lane's row.
   HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
                                     float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
@@ -345,7 +352,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
     return arch::ballot(lowest == -INFINITY) != 0;
   }
-  // A bias of −inf hides its key, whatever the product is and whatever the bias is multiplied by.
+  // A bias of −inf hides its key, whatever the product and the factor of the bias are.
   template <class Load>
   HOPWELL_DEVICE void hide_keys(float (&s)[kKeys / 8][4], const Load& load) const {
     HOPWELL_UNROLL
@@ -382,17 +389,17 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
   }
 
-  // 16 dimensions of q, as mma takes them, from `rows` on: where the lane's first chunk lies of those. Dimensions 64 apart
-  // have places that differ by a constant: few addresses to find out before the first tile.
+  // Loads the fragment of 16 dimensions of q, from 16 i on. `rows`: address of the lane's first chunk. Addresses of
+  // dimensions e and e + 64 differ by a constant, so few addresses are computed before the first tile.
   static HOPWELL_DEVICE void load_query(int i, uint32_t rows, uint32_t (&of_q)[4]) {
     arch::ldmatrix(of_q, (rows ^ uint32_t(16 * (2 * i % 8))) + uint32_t(16 * (2 * i / 8 * 8)));
   }
   static HOPWELL_DEVICE constexpr uint32_t part_offset(int part) { return uint32_t(16 * kChunks * kRows * part); }
-  // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, of both blocks, or high parts and low parts.
+  // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7 and both blocks, or the high and the low part.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     constexpr int kCount = kKeys / 8 / kHalves;
     const int lane = arch::lane_index();
-    // Of this lane's chunks, for ldmatrix: key lane % 8 and chunk lane / 8.
+    // Addresses of this lane's chunks for ldmatrix: key lane % 8 and chunk lane / 8.
     const ChunkAddress in_rows(keys, lane % 8, lane / 8);
     const uint32_t in_columns = keys + uint32_t(16 * column_chunk_index(lane % 8, lane / 8));
     const auto load_keys = [&](int t, int i, uint32_t (&b)[4]) {
@@ -403,7 +410,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       HOPWELL_UNROLL
       for (int j = 0; j < kCount; ++j) {
         const int t = eight_of(half, j);
-        float other[4];  // a second sum, as the tensor cores take their time
+        float other[4];  // a second sum hides the latency of mma
         for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
         HOPWELL_UNROLL
         for (int i = 0; i < kD / 32; ++i) {
@@ -414,13 +421,13 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         for (int e = 0; e < 4; ++e) s[t][e] += other[e];
       }
     } else {
-      // Each fragment of q is loaded once for all keys of the half. By a shuffle, so that the compiler keeps one address
-      // alone and finds those near it out in every step.
+      // Each fragment of q is loaded once for all keys of the half. The shuffle makes the compiler keep a single
+      // address and compute the neighbouring addresses in each step.
       const uint32_t rows = arch::shuffle(q_chunk, lane);
       float sums[kCount][2][4] = {};
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
-        uint32_t of_q[kBlocks][2][4];  // of two blocks high parts and low parts
+        uint32_t of_q[kBlocks][2][4];  // two blocks: the high and the low part
         for (int part = 0; part < kBlocks; ++part) {
           for (int e = 0; e < 2; ++e) {
             if constexpr (kHoldsQuery) {
@@ -448,22 +455,21 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     if constexpr (kWords == 4) {
       mma(s, of_q, b0, b1, T{});
     } else {
-      const uint32_t rows[4] = {of_q[0], 0, of_q[1], 0};  // 8 to 15 are empty
+      const uint32_t rows[4] = {of_q[0], 0, of_q[1], 0};  // rows 8 to 15 are empty
       mma(s, rows, b0, b1, T{});
     }
   }
-  // Whether this lane's row does not see keys of the tile whose values have been copied, for other rows or in whole
-  // chunks.
+  // True if values of keys that this lane's row does not see have been copied, for other rows or as a part of a chunk.
   static HOPWELL_DEVICE bool shares_values(const QueryVector& vector, int tile_key) {
     return tile_key < vector.visible.begin || vector.visible.end < smaller(vector.end, tile_key + kKeys);
   }
-  // Logits to weights of the values, in high parts and low parts; the values that a weight of 0 does not remove are wiped
-  // out.
+  // Turns logits into the weights of the values, split into high and low parts. Clears hidden values that are infinite
+  // or NaN, because a weight of 0 does not remove them.
   HOPWELL_DEVICE void softmax_tile(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, bool hidden,
                                    float (&s)[kKeys / 8][4], uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     if (hidden || ((kVllm || p.query.q_len > 1) && arch::ballot(shares_values(vector, tile_key)) != 0))
       clear_hidden_values(vector, tile_key, s, stage);
-    // The maximum that is subtracted follows the true one only when that is far above: seldom.
+    // The maximum is raised only if a logit exceeds it by more than the rescale threshold, which is rare.
     float maximum[kBlocks];  // of the lane's keys
     bool higher = false;
     HOPWELL_UNROLL
@@ -489,7 +495,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       }
     }
   }
-  // Raises what is subtracted from block b's logits, where the largest lies above the limit, and shrinks its sums.
+  // Raises the maximum of block b's rows whose largest logit exceeds the limit, and rescales their sums.
   HOPWELL_DEVICE void raise_maximum(int b, float largest, float (&s)[kKeys / 8][4]) {
     const bool higher = largest > limit_of(b);
     const float base = base_of(b), raised = higher ? largest + base : softmax[b].maximum;
@@ -504,7 +510,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     for (int i = 0; i < kD / 16; ++i)
       for (int e = 0; e < 4; ++e) out[b][i][e] *= of_query[e % 2];
   }
-  // V^T P^T of a half, or all: of the keys, in layout vllm of the dimensions.
+  // Adds V^T P^T to out, for half of the keys (layout vllm: half of the dimensions), or all.
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     constexpr int kSteps = kKeys / 16, kChunkPairs = kD / 16;
     const int lane = arch::lane_index();
@@ -525,7 +531,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       }
     }
   }
-  // What is not finite has all bits of the exponent.
+  // Infinities and NaN have all bits of the exponent set.
   static constexpr uint32_t kExponent = std::is_same_v<T, fp16> ? 0x7c00 : 0x7f80;
   static HOPWELL_DEVICE uint16_t& value_of(Stage& stage, int key, int dimension) {
     if constexpr (kVllm) {
@@ -534,30 +540,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
     return reinterpret_cast<uint16_t*>(&stage.v[chunk_index(key, dimension / 8)])[dimension % 8];
   }
-  // Values of keys that a row does not see may be infinite or NaN, which a weight of 0 does not remove: they are wiped
-  // out. Results of rows that do see them are made NaN, so that store_infinite finds them again.
+  // Clears the values of keys that a row does not see, because they may be infinite or NaN, which a weight of 0 does not
+  // remove. If another row does see them, its results become NaN, so that store_infinite computes them again.
   HOPWELL_DEVICE void clear_hidden_values(const QueryVector& vector, int tile_key, const float (&s)[kKeys / 8][4],
                                           Stage& stage) {
     const int lane = arch::lane_index();
-    uint32_t hidden[kBlocks] = {};  // bit 2 t + e for key 8 t + 2 quad + e, if its values have been copied
+    uint32_t hidden[kBlocks] = {};  // bit 2 t + e: key 8 t + 2 quad + e is hidden, and its values have been copied
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t)
       for (int e = 0; e < 2 * kBlocks; ++e)
         hidden[e / 2] |=
             s[t][e] == -INFINITY && tile_key + 8 * t + 2 * quad + e % 2 < vector.end ? 1U << (2 * t + e % 2) : 0;
-    uint32_t from_any = hidden[0];  // row
+    uint32_t from_any = hidden[0];  // hidden from any row
     for (int b = 1; b < kBlocks; ++b) from_any |= hidden[b];
     HOPWELL_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) from_any |= arch::shuffle_xor(from_any, mask);
-    uint32_t lost[kBlocks][2] = {};  // bit i: the infinite value of dimension 8 i + lane / 4 that query 2 quad + e sees
+    uint32_t lost[kBlocks][2] = {};  // bit i: query 2 quad + e sees an infinite value of dimension 8 i + lane / 4
     arch::cp_async_wait<kParts / 2>();
-    arch::syncwarp();  // all values are there
+    arch::syncwarp();  // all values have arrived
     HOPWELL_NO_UNROLL
     for (int owner = 0; owner < 4; ++owner) {
       HOPWELL_NO_UNROLL
       for (uint32_t left = arch::shuffle(from_any, owner); left != 0; left &= left - 1) {
         const int bit = int(arch::bfind(left & (0U - left))), key = bit / 2 * 8 + 2 * owner + bit % 2;
-        uint32_t rows[kBlocks], any = 0;  // that see it
+        uint32_t rows[kBlocks], any = 0;  // rows that see the key
         HOPWELL_UNROLL
         for (int b = 0; b < kBlocks; ++b) any |= rows[b] = arch::ballot(quad == owner && !(hidden[b] >> bit & 1));
         const auto is_infinite = [&](int e) { return (value_of(stage, key, e) & kExponent) == kExponent; };
@@ -574,7 +580,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
           for (int b = 0; b < kBlocks; ++b)
             for (int e = 0; e < 2; ++e) lost[b][e] |= rows[b] >> (4 * (2 * quad + e) + owner) & 1 ? infinite : 0;
         }
-        arch::syncwarp();  // nobody reads what the others wipe out
+        arch::syncwarp();  // all lanes have read the values before any lane clears them
         HOPWELL_NO_UNROLL
         for (int i = 0; lane + 32 * i < kD; ++i)
           if (wiped >> i & 1) value_of(stage, key, lane + 32 * i) = 0;

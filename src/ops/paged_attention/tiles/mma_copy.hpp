@@ -1,42 +1,44 @@
-// paged_attention on the tensor cores: a tile of keys and values, how it is copied and how it lies in a stage.
+// paged_attention on the tensor cores: copies of a tile of keys and values, and its layout in a stage.
 //
-// A stage holds one tile, in parts that are copied and used one after the other: two of K and two of V; of a tile of 16
-// keys, which lie on one page, all of K and all of V. As soon as a part has been used, the same part of the next tile is
-// on its way. In rows a part has the first or the last 8 keys of every page, so that a lane copies from one page alone:
-// it finds its address out once and goes on by a row at a time.
+// A stage holds one tile, in parts that are copied and used one after the other: two parts of K and two of V. A tile of
+// 16 keys, which lie on one page, has all of K as a part and all of V as a part. After a part has been used, the copy
+// of the same part of the next tile starts. With layouts nhd and hnd, a part has the first or the last 8 keys of every
+// page, so a lane copies from a single page: it computes its address once and then advances row by row.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// `kTokens` tells the layouts apart: 0 for rows, nhd and hnd; for vllm how many chunks of a dimension of V, of eight
-// tokens each, are copied side by side, so that a warp reads whole lines of memory: all of the tile where a block has
-// as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
-// each; a lane has one of each block. `kExactQuery`: q has no low parts and is loaded into registers; what plan.cpp's
-// exact_query says is given.
+// kTokens       0: rows (nhd and hnd). Layout vllm: chunks of 8 tokens of a dimension of V that neighbouring lanes
+//               copy, so that a warp reads whole lines: all of the tile if a page has as many tokens, otherwise two,
+//               the 16 tokens of a page whose dimensions are contiguous
+// kBlocks       blocks of 8 query vectors; a lane has a query vector of each block
+// kExactQuery   q has no low part and is loaded into registers: requires plan.cpp's exact_query
 template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
-  static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  // As plan.cpp's mma_keys: with q in two parts of two blocks eight warps count more than larger tiles (measured).
+  static constexpr int kLaneBytes = 0;  // a tile belongs to the whole warp
+  // Equal to plan.cpp's mma_keys. Two blocks with a split q: eight warps are faster than larger tiles (measured).
   static constexpr int kMostKeys = kD <= 64 ? 64 : kD <= 128 ? 32 : 16;
   static constexpr int kRows = 8 * kBlocks, kKeys = kBlocks > 1 && !kExactQuery ? kMostKeys / 2 : kMostKeys,
                        kChunks = kD / 8, kPages = kKeys / 16, kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
-  static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
-  // With many registers in use a step without a tile to compute would cost more. Else short code counts, of short calls.
+  static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1,
+                       kParts = 2 * kHalves;  // parts of K or V; parts of a tile
+  // If many registers are in use, a step without a tile to compute costs too much, so first tiles have copies of their
+  // own. Otherwise shorter code is faster, because calls are short.
   static constexpr bool kFewRegisters = kBlocks > 1 || (kD != 64 && kD != 128);
   static constexpr int kPartsApart = kFewRegisters ? kParts : 0;
-  static constexpr bool kCopiesQuery = !kFewRegisters;  // else there is no room for it in a stage, or no need
-  static constexpr int kBiasPart = kHalves - 1;  // biases come with the last part of K, after which they are used
+  static constexpr bool kCopiesQuery = !kFewRegisters;  // otherwise q does not fit in a stage, or is exact
+  static constexpr int kBiasPart = kHalves - 1;  // biases are copied with the last part of K, after which they are used
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 
   struct Stage {
     arch::Words4 k[kKeys * kChunks], v[kKeys * kChunks];
-    arch::Words4 q[kCopiesQuery ? kRows * kChunks : 1];  // of the segment that begins, where q lies in whole chunks
-    // Of a row: whole chunks as they lie in memory, or a word for each key. One more, so that rows begin in other banks.
+    arch::Words4 q[kCopiesQuery ? kRows * kChunks : 1];  // q of the segment that begins, if q is aligned
+    // A row's biases: whole chunks, unconverted, or a word for each key. The padding shifts rows to different banks.
     arch::Words4 bias[kRows][kKeys / 4 + 1];
-    uint32_t pages[4];  // bit of a lane: the page that it copies from exists
+    uint32_t pages[4];  // bit i: the page that lane i copies from exists
   };
   int first_key, row, quad;
 
@@ -44,9 +46,9 @@ struct MmaTileCopy {
     const int lane = arch::lane_index();
     first_key = kPages == 1 ? 0 : lane / kLanesOfPage * 16, row = lane / 4, quad = lane % 4;
   }
-  // Where chunks lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions
-  // of a key. Whole lines of a row, eight chunks each, lie together; half a line that is left lies with those of the
-  // other keys, behind them. Layout vllm has chunks of K key by key, and chunks of V of eight tokens of a dimension.
+  // Indices of chunks in a stage. The 8 chunks that ldmatrix reads together lie in different banks. Rows: a chunk is 8
+  // dimensions of a key. Whole lines of a row, 8 chunks each, come first; the remaining half lines of all keys follow.
+  // Layout vllm: a chunk of K is a part of a key, a chunk of V is 8 tokens of a dimension.
   static constexpr int kLineChunks = kChunks / 8 * 8, kRestChunks = kChunks - kLineChunks;
   static_assert(kRestChunks == 0 || (kRestChunks == 4 && !kVllm));
   static HOPWELL_DEVICE int line_chunk_index(int key, int chunk) { return key * kLineChunks + (chunk ^ (key & 7)); }
@@ -57,22 +59,22 @@ struct MmaTileCopy {
     return kRestChunks > 0 && chunk >= kLineChunks ? rest_chunk_index(key, chunk - kLineChunks)
                                                    : line_chunk_index(key, chunk);
   }
-  // Addresses of a key's chunk `more` of its lines and of its rest.
+  // Addresses of chunk `more` of a key, in its whole lines and in its half line.
   struct ChunkAddress {
     uint32_t line, rest;
     HOPWELL_DEVICE ChunkAddress(uint32_t begin, int key, int more)
         : line(begin + uint32_t(16 * line_chunk_index(key, more))),
           rest(begin + uint32_t(16 * rest_chunk_index(key, more))) {}
-    // Of chunk `more` + `chunk` of `key` + `keys`. For constants: keys are a multiple of 8, and no carry from `more`
-    // reaches the bits of `chunk`. Stages begin at multiples of 128 bytes.
+    // Address of chunk `more` + `chunk` of key `key` + `keys`, for constants: `keys` is a multiple of 8, and the sum
+    // `more` + `chunk` has no carry. Stages begin at multiples of 128 bytes.
     [[nodiscard]] HOPWELL_DEVICE uint32_t moved(int keys, int chunk) const {
       if (chunk >= kLineChunks)
         return (rest ^ uint32_t(16 * (chunk - kLineChunks))) + uint32_t(16 * keys * kRestChunks);
       return (line ^ uint32_t(16 * (chunk % 8))) + uint32_t(16 * (keys * kLineChunks + chunk / 8 * 8));
     }
   };
-  // Eight keys of half `half` of a tile, the j-th of them: the first of them is 8 times that. And where S of eight keys
-  // goes in P: to which 16 keys, of all halves one after the other, and to which eight of those.
+  // Keys of a tile come in eights: eight i has keys 8 i to 8 i + 7. eight_of: the j-th eight of a half. sixteen_of,
+  // place_of: the S of an eight becomes one half (place_of) of a 16-key step of P (sixteen_of), counted over all halves.
   static HOPWELL_DEVICE constexpr int eight_of(int half, int j) {
     return kVllm ? half * (kKeys / 8 / kHalves) + j : kHalves * j + half;
   }
@@ -86,8 +88,8 @@ struct MmaTileCopy {
     return (group * kD + dimension) * kTokens + ((chunk - group * kTokens) ^ (dimension * kTokens / 8 & (kTokens - 1)));
   }
 
-  // The lane's query vector of a block, from that of the first. Where there are two q_len is 1, so that they differ in
-  // the head alone.
+  // The lane's query vector of block `block`, from its query vector of block 0. Two blocks imply q_len = 1, so only the
+  // head differs.
   HOPWELL_DEVICE QueryVector vector_of(const Params& p, const QueryVector& first, int block) const {
     QueryVector vector = first;
     if (block > 0) vector.head += smaller(8 * block, p.schedule.queries - 1 - row);
@@ -103,7 +105,7 @@ struct MmaTileCopy {
     return copy_source_of(p, vector, sizeof(T), int64_t{first_row} * p.cache.k_slot + 16 * first_chunk,
                           int64_t{first_row} * p.cache.v_slot + 16 * first_chunk, 0);
   }
-  // For copy_rows: the lane's page holds 16 keys of the tile, of which most often all are seen.
+  // For copy_rows: the lane's page holds 16 keys of the tile. Usually all of them are seen.
   HOPWELL_DEVICE void locate(const Params& p, const CopySource& source, KeyTile& tile) const {
     const int key = tile.key + first_key;
     const bool whole = tile.page >= 0 && key >= first_visible(p, source.vector) && key + 16 <= source.vector.end;
@@ -131,11 +133,11 @@ struct MmaTileCopy {
   }
 
  private:
-  // Chunks of a row, as many as a power of two, that lanes copy side by side: kRowsAtOnce rows of every page at a time.
+  // A power of two of a row's chunks, which neighbouring lanes copy: kRowsAtOnce rows of every page at a time.
   template <int kFirst, int kWidth>
   struct Columns {
     static constexpr int kFirstChunk = kFirst, kRowsAtOnce = kLanesOfPage / kWidth;
-    static constexpr bool kLast = kFirst + kWidth == kChunks;  // of others d has all
+    static constexpr bool kLast = kFirst + kWidth == kChunks;  // only the last columns may lie beyond d
     // The first row of its page that a lane copies, and its chunk.
     static HOPWELL_DEVICE int row() { return arch::lane_index() % kLanesOfPage / kWidth; }
     static HOPWELL_DEVICE int chunk() { return kFirst + arch::lane_index() % kWidth; }
@@ -149,11 +151,11 @@ struct MmaTileCopy {
     if constexpr (kBlocks > 1) return vector.visible.begin;  // q_len is 1
     return larger(0, vector.position - vector.query - p.bias.window + 1);
   }
-  // Of the 16 keys from `key` on, those that any query sees.
+  // Bit i: any query sees key `key` + i, i < 16.
   static HOPWELL_DEVICE uint32_t seen_of(const Params& p, const QueryVector& vector, int key) {
     return first_bits(vector.end - key, 16) & ~first_bits(first_visible(p, vector) - key, 16);
   }
-  // Where the bias of a block comes from.
+  // The copy source of block `block`, with its bias.
   HOPWELL_DEVICE CopySource source_of(const Params& p, const CopySource& first, int block) const {
     CopySource source = first;
     source.vector = vector_of(p, first.vector, block);
@@ -174,7 +176,7 @@ struct MmaTileCopy {
                      static_cast<const T*>(p.query.q) + (exists ? at : 0), exists ? 16 : 0);
     }
   }
-  // A part of K or of V.
+  // Copies a part of K or of V.
   HOPWELL_DEVICE void copy_rows(const Params& p, const CopySource& source, const KeyTile& tile, bool values, int half,
                                 uint32_t address) const {
     copy_columns_of_rows<FirstColumns>(p, source, tile, values, half, address);
@@ -187,7 +189,7 @@ struct MmaTileCopy {
     constexpr int kRowsAtOnce = Columns::kRowsAtOnce, kCopies = 16 / kRowsAtOnce / kHalves,
                   kPitch = kRest ? kRestChunks : kLineChunks;
     const int chunk = Columns::chunk(), begin = half * kCopies * kRowsAtOnce;
-    // By a shuffle, so that the compiler multiplies it and adds the product in one instruction.
+    // The shuffle makes the compiler multiply and add in one instruction.
     const int slot_bytes = arch::shuffle(values ? p.cache.v_slot : p.cache.k_slot, 0);
     const auto page_bytes = uint32_t(values ? p.cache.v_page : p.cache.k_page);  // plan.cpp: no mma for more or below 0
     const char* from = values ? source.v : source.k;
@@ -195,7 +197,7 @@ struct MmaTileCopy {
       from += (Columns::row() - FirstColumns::row()) * slot_bytes + 16 * (chunk - FirstColumns::chunk());
     const uint32_t to = address + uint32_t(16 * chunk_index(first_key + Columns::row(), chunk));
     const auto copy_row = [&](const char* at, int i, int size) {
-      const int row = begin + i * kRowsAtOnce;  // from Columns::row() on, of whose bits it has none
+      const int row = begin + i * kRowsAtOnce;  // added to Columns::row(), without a carry
       arch::cp_async((to ^ uint32_t(16 * (kRest ? row / 2 & 3 : row & 7))) + uint32_t(16 * kPitch * row),
                      at + int64_t{i * kRowsAtOnce} * slot_bytes, size);
     };
@@ -211,7 +213,7 @@ struct MmaTileCopy {
     HOPWELL_UNROLL
     for (int i = 0; i < kCopies; ++i) copy_row(from, i, seen >> (i * kRowsAtOnce) & 1 ? 16 : 0);
   }
-  // Layout vllm, the keys of half of the pages, or of all: two chunks of K by 16 keys at a time.
+  // Copies K of layout vllm, for half of the pages, or all: two chunks of 16 keys at a time.
   HOPWELL_DEVICE void copy_columns(const Params& p, const CopySource& source, const KeyTile& tile, int half,
                                    uint32_t address) const {
     const int lane = arch::lane_index();
@@ -230,8 +232,8 @@ struct MmaTileCopy {
       }
     }
   }
-  // V in layout vllm, half of the dimensions, or all. Of a chunk that begins with hidden tokens all is copied;
-  // clear_hidden_values sees to them.
+  // Copies V of layout vllm, half of the dimensions, or all. A chunk that begins with hidden tokens is copied whole;
+  // clear_hidden_values clears their values.
   static HOPWELL_DEVICE void copy_tokens(const Params& p, const CopySource& source, const KeyTile& tile, int half,
                                          uint32_t address) {
     const int lane = arch::lane_index(), begin = first_visible(p, source.vector), end = source.vector.end;
@@ -250,7 +252,7 @@ struct MmaTileCopy {
       }
     }
   }
-  // Whole chunks where the rows of the bias allow it, else a word for each key.
+  // Copies biases: whole chunks if the rows of the bias are aligned, otherwise a word for each key.
   HOPWELL_DEVICE void copy_biases(const Params& p, const CopySource& source, int key, Stage& to) const {
     if (p.bias.aligned && key + kKeys <= p.bias.extent)
       return p.bias.type == Float::fp32 ? copy_bias_chunks<4>(p, source, key, to)
@@ -259,11 +261,11 @@ struct MmaTileCopy {
     for (int block = 0; block < kBlocks; ++block)
       copy_bias_of_row(p, source_of(p, source, block), key, to.bias[row + 8 * block]);
   }
-  // Those of all keys of the tile, elements of kBytes.
+  // Copies the biases of all keys of the tile, kBytes each.
   template <int kBytes>
   HOPWELL_DEVICE void copy_bias_chunks(const Params& p, const CopySource& source, int key, Stage& to) const {
     constexpr int kChunksOfRow = kKeys * kBytes / 16;
-    const int heads = smaller(8, p.schedule.queries - 1 - row);  // from the row of a block to that of the next one
+    const int heads = smaller(8, p.schedule.queries - 1 - row);  // distance of a block's row to the next block's row
     HOPWELL_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const uintptr_t at = source.bias + uintptr_t(unsigned(kBytes * key + 16 * quad)) +
@@ -285,7 +287,7 @@ struct MmaTileCopy {
         copy_bias(p.bias, source, key + j, key + j >= seen.begin && key + j < seen.end, words + j);
       return;
     }
-    const int shift = p.bias.type == Float::fp32 ? 2 : 1;  // of bytes of an element
+    const int shift = p.bias.type == Float::fp32 ? 2 : 1;  // log2 of an element's bytes
     HOPWELL_NO_UNROLL
     for (int chunk = quad; chunk << (4 - shift) < kKeys; chunk += 4) {
       const int column = key + (chunk << (4 - shift));

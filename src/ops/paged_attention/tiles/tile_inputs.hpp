@@ -1,4 +1,4 @@
-// paged_attention on GPUs: query vectors and biases, as all warp tiles load them.
+// paged_attention on GPUs: loads of query vectors and biases, for all warp tiles.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -11,7 +11,8 @@ HOPWELL_DEVICE uintptr_t bias_row_of(const PositionBias& bias, const QueryVector
   return reinterpret_cast<uintptr_t>(bias.bias) + uintptr_t(at) * (bias.type == Float::fp32 ? 4 : 2);
 }
 
-// The offsets are those of the lane's first chunks within a head, bytes; `element` is its first of a row of r.
+// k_offset, v_offset: bytes from the head's first element to the lane's first chunk. `element`: the lane's first
+// element of a row of r.
 HOPWELL_DEVICE CopySource copy_source_of(const Params& p, const QueryVector& vector, int width, int64_t k_offset,
                                          int64_t v_offset, int element) {
   const Cache& cache = p.cache;
@@ -21,7 +22,7 @@ HOPWELL_DEVICE CopySource copy_source_of(const Params& p, const QueryVector& vec
           p.bias.exists() ? bias_row_of(p.bias, vector) : 0};
 }
 
-// Copies the aligned word that holds the bias of a key, if that is visible; returns 2 if it is the word's upper half.
+// Copies the aligned word that holds the bias of a key, if the key is visible. Returns 2 if the bias is the upper half.
 HOPWELL_DEVICE uint32_t copy_bias(const PositionBias& bias, const CopySource& source, int key, bool visible,
                                   void* word) {
   if (!bias.exists()) return 0;
@@ -36,13 +37,13 @@ HOPWELL_DEVICE float decode_bias(const PositionBias& bias, uint32_t word, uint32
   return decode(half & 2 ? word >> 16 : word & 0xffff, bias.type);
 }
 
-// Of a head, in units of log 2.
+// ALiBi slope of a head, times log2(e).
 HOPWELL_DEVICE float alibi_slope(const PositionBias& bias, int head) {
   return bias.alibi_slopes[head * bias.slopes_stride] * kLog2E;
 }
 
-// Elements of a query vector from `e` on as they lie in memory, and those of pos_bias_u and pos_bias_v that are added to
-// them. What is absent or beyond d is zero bits, which mean 0 in any type.
+// Load kCount unconverted elements of a query vector, of pos_bias_u or of pos_bias_v, from `e` on. Absent elements and
+// elements beyond d are zero bits, which are 0 in any type.
 template <class T, int kCount>
 HOPWELL_DEVICE RawElements load_q(const Params& p, const QueryVector& vector, int e) {
   const Query& query = p.query;
@@ -71,7 +72,7 @@ HOPWELL_DEVICE void query_plus(const RawElements& q, const RawElements& other, F
   add_elements(other, type, x);
 }
 
-// A bit for each of the first `n` of `size`.
+// Bits 0 to n - 1, with n clamped to [0, size].
 HOPWELL_DEVICE uint32_t first_bits(int n, int size) { return (1U << larger(0, smaller(n, size))) - 1; }
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET
