@@ -160,8 +160,8 @@ HOPWELL_DEVICE void weigh_d_out(const Pool& pool, const float (&entries_max)[kCo
 
 // Completes the softmax of a window: every group gets the result of all.
 template <class T>
-HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partials, int step) {
-  if (o.shape.groups > 1) partials.combine(pool, o.shape.groups, step);
+HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partials) {
+  if (o.shape.groups > 1) partials.combine(pool, o.shape.groups);
   pool.divide();
 }
 
@@ -171,6 +171,7 @@ HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_
                                BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
   const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
+  const Bias<T, F> bias(o, thread);
   int64_t row = first + thread.row;
   Window window = window_of(row);
   Entries<T, F>::copy(o, window, thread, 0, s.stages[0]);
@@ -182,11 +183,11 @@ HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_
     float d_out[kColumns];
     if (any) load_d_out(p, row, thread, d_out);  // arrives while the thread waits for its entries
     arch::cp_async_wait<1>();
-    Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2]);
+    Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2], bias);
     Pool pool;
     pool.add(entries);
     const Pool own = pool;
-    complete(o, pool, s.partials, step);
+    complete(o, pool, s.partials);
     if (any) {
       weigh_d_out(pool, own.max, d_out);
       store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
@@ -201,13 +202,14 @@ template <class T, class F>
 HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
                                     BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
+  const Bias<T, F> bias(o, thread);
   const auto take_entries = [&](const Window& window, int batch) {
     Entries<T, F>::copy(o, window, thread, batch, s.stages[0]);
     arch::cp_async_wait<0>();
-    return Entries<T, F>(o, window, thread, batch, s.stages[0]);
+    return Entries<T, F>(o, window, thread, batch, s.stages[0], bias);
   };
   HOPWELL_NO_UNROLL
-  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
+  for (; first < end; first += o.shape.rows()) {
     const int64_t row = first + thread.row;
     const Window window = row < end ? o.blocks.window(row) : Window{};
     Pool pool;
@@ -216,7 +218,7 @@ HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, i
       auto entries = take_entries(window, batch);
       pool.add(entries);
     }
-    complete(o, pool, s.partials, step);
+    complete(o, pool, s.partials);
     if (!window.made || thread.column >= o.d) continue;
     float d_out[kColumns];
     load_d_out(p, row, thread, d_out);

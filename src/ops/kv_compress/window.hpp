@@ -5,13 +5,14 @@
 //           groups > 1: the groups' results are combined in shared memory, in the order of the groups
 // Stages    entries are copied to shared memory asynchronously; each thread reads only its own copies, so copies
 //           need no barrier
-// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; 32 registers of gates
+// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; 32 registers of gates, 32 of position_bias
 // Bound     memory
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
 #include "ops/kv_compress/plan.hpp"
 #include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::kv_compress::HOPWELL_TARGET {
 
@@ -102,6 +103,12 @@ struct Batch {
   // Column 0 of an entry, and its row of position_bias.
   HOPWELL_DEVICE int column(int e) const { return p.blocks.overlap && is_own(e) ? p.d : 0; }
   HOPWELL_DEVICE int row(int e) const { return first + e - (p.blocks.overlap && is_own(e) ? p.ratio : 0); }
+  // position_bias of an entry that a window has; 0 without one.
+  HOPWELL_DEVICE Columns<float> bias(int e, const Thread& thread) const {
+    if (p.position_bias == nullptr || thread.column >= p.d) return {};
+    return Columns<float>::load(p.position_bias + row(e) * p.bias_stride + column(e) + thread.column,
+                                F::exact || p.aligned);
+  }
   // Token of the first entry.
   HOPWELL_DEVICE int64_t token(const Window& window) const {
     return window.start + first - (p.blocks.overlap ? p.ratio : 0);
@@ -112,6 +119,21 @@ struct Batch {
 template <class T>
 struct Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
+};
+
+// position_bias of a thread's entries, if they are the same in every window; it stays in registers.
+template <class T, class F>
+struct Bias {
+  static constexpr bool kKept = F::exact && sizeof(T) == 2;  // of fp32 entries, registers would not suffice
+  Columns<float> of_entry[kKept ? F::entries : 1];
+
+  HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
+    if constexpr (kKept) {
+      const Batch<T, F> of(p, thread, 0);
+      HOPWELL_UNROLL
+      for (int e = 0; e < F::entries; ++e) of_entry[e] = of.bias(e, thread);
+    }
+  }
 };
 
 // A thread's entries of one batch: values in shared memory, gates with their bias in registers. An absent entry has a
@@ -138,19 +160,21 @@ struct Entries {
   }
 
   // The entries that have been copied.
-  HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from)
+  HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from,
+                         const Bias<T, F>& bias)
       : stage(from) {
     const Batch<T, F> of(p, thread, batch);
     const bool any = window.made && thread.column < p.d;
-    const float* bias = p.position_bias + thread.column;
     float least = 0;
     HOPWELL_UNROLL
     for (int e = 0; e < F::entries; ++e) {
       const bool present = any && of.has(e, window.has_previous);
       const Columns<T> given = stage.gate[e][arch::thread_index()];
       Columns<float> added{};
-      if (present && p.position_bias != nullptr)
-        added = Columns<float>::load(bias + of.row(e) * p.bias_stride + of.column(e), F::exact || p.aligned);
+      if constexpr (Bias<T, F>::kKept)
+        added = bias.of_entry[e];
+      else if (present)
+        added = of.bias(e, thread);
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns; ++i) {
         gate[e][i] = present ? given[i] + added[i] : -INFINITY;
@@ -222,14 +246,12 @@ struct Pool {
       for (int e = 0; e < F::entries; ++e) entries.gate[e][i] = exponential(entries.gate[e][i], shift);
     }
   }
-  HOPWELL_DEVICE void add(const Float4& other_max, const Float4& other_sum, const Float4& other_out) {
+  // Changes the maximum that the sums are relative to.
+  HOPWELL_DEVICE void rescale(const float (&most)[kColumns]) {
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) {
-      const float most = fmaxf(max[i], other_max.x[i]), shift = finite_max(most);
-      const float scale = exponential(max[i], shift), other_scale = exponential(other_max.x[i], shift);
-      max[i] = most;
-      sum[i] = sum[i] * scale + other_sum.x[i] * other_scale;
-      out[i] = out[i] * scale + other_out.x[i] * other_scale;
+      const float scale = exponential(max[i], finite_max(most[i]));
+      max[i] = most[i], sum[i] *= scale, out[i] *= scale;
     }
   }
   // Divides by the sums, which become their reciprocals. A column without an entry gets 0.
@@ -242,57 +264,62 @@ struct Pool {
   }
 };
 
-// Partial results of the groups of a CTA. If two groups share a warp, they are combined first, so that half of the space
-// holds the results of a window, and consecutive windows alternate between the halves.
+// Results of the groups of a CTA. If two groups share a warp, they are combined first.
 struct Partials {
   Float4 max[Config::kThreads], sum[Config::kThreads], out[Config::kThreads];
 
-  HOPWELL_DEVICE void put(const Pool& pool, int at) {
-    HOPWELL_UNROLL
-    for (int i = 0; i < kColumns; ++i)
-      max[at].x[i] = pool.max[i], sum[at].x[i] = pool.sum[i], out[at].x[i] = pool.out[i];
-  }
-  // Every thread gets the result of all groups. `window` counts the calls of a CTA.
-  HOPWELL_DEVICE void combine(Pool& pool, int groups, int window) {
+  // Every thread gets the result of all groups, with the same bits.
+  HOPWELL_DEVICE void combine(Pool& pool, int groups) {
     const bool paired = groups == Config::kMaxGroups;  // 16 threads have a group
     const int threads = Config::kThreads / groups, lane = arch::lane_index();
-    int at = arch::thread_index(), from = at & (threads - 1), count = groups;
-    if (paired) {
-      add_neighbour(pool);
-      const int half = window % 2 * (Config::kThreads / 2);
-      at = half + arch::warp_index() * threads + lane;
-      count = groups / 4;  // each of the two threads with the same columns adds half of the results
-      from += half + (lane < threads ? 0 : count * threads);
-    }
-    if (!paired || lane < threads) put(pool, at);
+    const int at = paired ? arch::warp_index() * threads + lane : arch::thread_index();
+    // If groups are paired, each of the two threads with the same columns reads half of the results.
+    const int count = paired ? groups / 4 : groups;
+    const int from = (arch::thread_index() & (threads - 1)) + (paired && lane >= threads ? count * threads : 0);
+    if (paired) join(pool.max, Larger{});
+    if (!paired || lane < threads) put(pool.max, max[at]);
     arch::syncthreads();
-    Pool total;
-    for (int i = 0; i < count; ++i, from += threads) total.add(max[from], sum[from], out[from]);
-    pool = total;
-    if (paired)
-      add_neighbour(pool);
-    else
-      arch::syncthreads();  // the next window's results may be written
+    float most[kColumns];
+    fill(most, -INFINITY);
+    for (int i = 0; i < count; ++i) add(max[from + i * threads], most, Larger{});
+    if (paired) join(most, Larger{});
+    pool.rescale(most);
+    if (paired) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
+    if (!paired || lane < threads) put(pool.sum, sum[at]), put(pool.out, out[at]);
+    arch::syncthreads();
+    fill(pool.sum, 0), fill(pool.out, 0);
+    for (int i = 0; i < count; ++i) {
+      add(sum[from + i * threads], pool.sum, tile::Plus{});
+      add(out[from + i * threads], pool.out, tile::Plus{});
+    }
+    if (paired) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
   }
 
  private:
-  // Adds the results of the lanes 16 apart, the lower lane's first, so that both get the same bits.
-  static HOPWELL_DEVICE void add_neighbour(Pool& pool) {
-    Float4 low[3], high[3];
-    const bool is_low = arch::lane_index() < 16;
-    const float* const values[3] = {pool.max, pool.sum, pool.out};
+  struct Larger {
+    HOPWELL_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }  // ignores NaN
+  };
+  static HOPWELL_DEVICE void fill(float (&x)[kColumns], float value) {
     HOPWELL_UNROLL
-    for (int part = 0; part < 3; ++part) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kColumns; ++i) {
-        const float mine = values[part][i], theirs = arch::shuffle_xor(mine, 16);
-        low[part].x[i] = is_low ? mine : theirs, high[part].x[i] = is_low ? theirs : mine;
-      }
-    }
-    Pool total;
-    total.add(low[0], low[1], low[2]);
-    total.add(high[0], high[1], high[2]);
-    pool = total;
+    for (int i = 0; i < kColumns; ++i) x[i] = value;
+  }
+  static HOPWELL_DEVICE void put(const float (&x)[kColumns], Float4& to) {
+    Float4 rounded;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) rounded.x[i] = x[i];
+    to = rounded;
+  }
+  template <class Join>
+  static HOPWELL_DEVICE void add(const Float4& from, float (&x)[kColumns], const Join& join_two) {
+    const Float4 other = from;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = join_two(x[i], other.x[i]);
+  }
+  // Joins the values of the lanes 16 apart.
+  template <class Join>
+  static HOPWELL_DEVICE void join(float (&x)[kColumns], const Join& join_two) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = join_two(x[i], arch::shuffle_xor(x[i], 16));
   }
 };
 
