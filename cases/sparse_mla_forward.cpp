@@ -108,7 +108,7 @@ std::vector<std::pair<std::string, SparseMla>> more_window_problems() {
   add("large_scores_h_q_20", [](SparseMla& p) { p.h_q = 20, p.topk = 170, p.q_size = 200; });
   for (const std::int64_t h_q : {20, 40})
     add("unaligned_h_q_" + std::to_string(h_q),
-        [h_q](SparseMla& p) { p.s_q = 3, p.h_q = h_q, p.window = 70, p.strided = true; });
+        [h_q](SparseMla& p) { p.h_q = h_q, p.topk = 170, p.window = 70, p.strided = true; });
   return all;
 }
 

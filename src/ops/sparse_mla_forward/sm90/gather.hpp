@@ -274,6 +274,20 @@ HOPWELL_DEVICE void copy_heads_as_boxes(const BoxParams& p, Storage& s, int quer
                       {panel * tile::kPanelColumns, first_head, query}, full);
 }
 
+// Fetches the heads of a work tile into L2, executed by all gather warps: from there their copy takes no longer than the
+// last products and the output of the query before.
+template <class Storage>
+HOPWELL_DEVICE void prefetch_heads(const BoxParams& p, uint32_t number, int warp) {
+  constexpr int kLine = 64, kLines = Storage::kDqk / kLine;  // elements of a line, lines of a head
+  const int query = int(number / uint32_t(p.head_tiles)),
+            first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads;
+  HOPWELL_NO_UNROLL
+  for (int line = 32 * warp + arch::lane_index(); line < Storage::kHeads * kLines; line += 128) {
+    const int head = first_head + line / kLines;
+    if (head < p.h_q) arch::prefetch_l2(p.q + query * p.q_stride_s + head * p.q_stride_h + line % kLines * kLine);
+  }
+}
+
 // Copies panels of a tile of 64 window rows by tensor copies, executed by one thread.
 HOPWELL_DEVICE void copy_rows_as_boxes(const BoxParams& p, uint32_t to, int row, PanelGroup panels,
                                        arch::mbarrier& full) {
@@ -339,7 +353,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         window_rows = int(work.entries.window.count) - (next - entry);
       }
       next += keys_of_step;
-      if (left == 1 && following() < p.work_tiles) {
+      if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
         next = entry;
       }
@@ -378,6 +392,15 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           copy_heads<kAligned, kPanelByPanel>(
               p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
               q_empty_parity);
+        }
+      }
+      if constexpr (kBoxes) {
+        if (left == 2 && following() < p.work_tiles) prefetch_heads<Storage>(p, following(), warp);
+        if (left == 1 &&
+            following() < p.work_tiles) {  // after the copies: reading the next query's lists may take long
+          work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
+          next = entry;
+          key = work.entries.at(next);
         }
       }
     }
