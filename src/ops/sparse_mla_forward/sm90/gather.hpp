@@ -310,7 +310,8 @@ HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sum
 // keys of its tiles of a step. A CTA processes one query, whose tiles alternate between the stages, or two queries with
 // one stage each. Q is copied after the first part of the first tile, so a warp that waits for a later part also has Q.
 // With one stage per query, the space of that first part is free when the last scores are complete, and so is the space
-// of Q; otherwise it is free earlier. The producer waits for panel groups in the order of their release, so copies
+// of Q; otherwise it is free earlier. With boxes, one thread copies Q and the tiles that are window rows only; Q comes
+// first, and the other threads still wait and arrive, so that barriers count the same threads for every tile. The producer waits for panel groups in the order of their release, so copies
 // never overtake. The code is short, because all roles share one instruction cache.
 template <bool kAligned, class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, int warp) {
@@ -370,6 +371,12 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
         for (int part = 0; part < Storage::kParts; ++part) {
+          if constexpr (kBoxes) {
+            if (part == 0 && first) {  // Q first, because its space is free before that of any panel
+              first = false;
+              if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
+            }
+          }
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
@@ -383,12 +390,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
             copy_rows<kAligned, kRows>(p, to, rows, row, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
-          if (part > 0 || !first) continue;
+          if (kBoxes || part > 0 || !first) continue;
           first = false;
-          if constexpr (kBoxes) {
-            if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
-            continue;
-          }
           copy_heads<kAligned, kPanelByPanel>(
               p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
               q_empty_parity);
@@ -396,8 +399,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       }
       if constexpr (kBoxes) {
         if (left == 2 && following() < p.work_tiles) prefetch_heads<Storage>(p, following(), warp);
-        if (left == 1 &&
-            following() < p.work_tiles) {  // after the copies: reading the next query's lists may take long
+        // After the copies, because reading the lists of the next query may take long.
+        if (left == 1 && following() < p.work_tiles) {
           work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
           next = entry;
           key = work.entries.at(next);
