@@ -234,11 +234,11 @@ const Subject kSubjects[] = {
      {"window_large_scores_h_q_20", "window_d_qk_576_h_q_40", "window_unaligned_h_q_20"},
      3,
      6},
-    // Tensor copies of Q and of tiles of window keys, several queries per CTA, row_max changes.
+    // Tensor copies of Q and of tiles of consecutive keys, several queries per CTA, row_max changes.
     {"sparse_mla_forward_sm90_window_boxes",
      "emu:sm90",
      cases::sparse_mla_forward,
-     {"window_boxes", "window_boxes_extreme_rows_h_q_100", "window_large_scores_h_q_64"},
+     {"window_boxes", "window_boxes_dense", "window_boxes_extreme_rows_h_q_100", "window_large_scores_h_q_64"},
      3,
      8},
     // Groups that wrap around the ring, several per CTA, row_max changes, and ungrouped queries.
