@@ -38,7 +38,7 @@ struct GroupedParams : Params {
 // Parameters of the kernel that copies Q, and tiles of 64 consecutive keys, by tensor copies. All rows are aligned.
 struct BoxParams : WindowParams {
   arch::TensorMap heads;                 // boxes of 64 columns of 64 heads of a query
-  arch::TensorMap window_rows, kv_rows;  // boxes of 64 columns of 64 rows; those of kv without indices only
+  arch::TensorMap window_rows, kv_rows;  // boxes of 64 columns of 64 rows; of kv only without indices
 };
 
 // Query that owns row `row` of a group tile. Padding rows belong to the last query.
@@ -125,8 +125,8 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 // Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
 // from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
-// For unaligned rows, the offset is in rows. With window keys it is the key number, because the rows of two tensors may
-// lie any distance apart.
+// For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance may lie
+// between the rows of two tensors.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
@@ -221,7 +221,7 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
                                          panels);
 }
 
-// Computes the sources for rows of keys. Lanes hold the offsets of their keys' rows; lane `first` holds the first row
+// Computes the sources for rows of keys. A lane holds the offset of its key's row, lane `first` of the first row
 // of quad 0.
 template <bool kAligned, int kQuads, class KernelParams>
 HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const KernelParams& p, uint32_t row_of_lane, int first) {
@@ -383,7 +383,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         HOPWELL_UNROLL
         for (int part = 0; part < Storage::kParts; ++part) {
           if constexpr (kBoxes) {
-            if (part == 0 && first) {  // Q first, because its space is free before that of any panel
+            if (part == 0 && first) {  // Q first, because its space is free before any panel is
               first = false;
               if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
             }
