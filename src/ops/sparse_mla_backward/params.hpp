@@ -58,6 +58,7 @@ struct WindowParams : Params {
   int64_t window_offset;  // of the row that key number 0 would have in window_kv, from kv; in elements
   int window_stride;      // elements
   int most_entries;       // of a query: window keys and topk
+  int sms;
 };
 
 // The entries of a tile.
@@ -184,6 +185,7 @@ inline WindowParams window_params_of(const Problem& problem) {
   p.window_offset =
       (address(problem.window_kv) - address(problem.kv)) / std::int64_t{sizeof(bf16)} - problem.s_kv * p.window_stride;
   p.most_entries = static_cast<int>(problem.topk + problem.window.most_keys());
+  p.sms = problem.device.sms;
   return p;
 }
 template <class P>

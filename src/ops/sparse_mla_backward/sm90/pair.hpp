@@ -308,6 +308,7 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
   for (int step = 0; step < steps; ++step) {
     const bool last = step + 1 == steps;
     if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
+    if (step + 2 == steps) prefetch_next_tile<kDqk, 2>(p, Config::kHeads * int(rank), t);
     arch::syncwarp();                           // kept: keep_pace branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only after the own are full
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);

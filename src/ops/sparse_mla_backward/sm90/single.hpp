@@ -325,6 +325,7 @@ HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entr
   s.seen[arch::thread_index() % 128] = 0;
   for (int step = 0; step < steps; ++step) {
     if (is_paced(p)) keep_pace<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
+    if (step + 2 == steps) prefetch_next_tile<kDqk, 1>(p, 0, arch::thread_index() % 128);
     arch::barrier_sync(kPdsFull, 256);
     const int t = arch::thread_index_anew() % 128;
     const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed, !kFixed>(p, s.key[step % 2], t);
