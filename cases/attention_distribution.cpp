@@ -17,8 +17,13 @@ void normalize_l1(DistributionReference& reference, const SparseMla& p) {
   }
 }
 
-// ascending: value of the operator's argument that describes the rows.
-Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, bool ascending, bool timed = false) {
+// Options of the call. ascending: value of the operator's argument that describes the rows.
+struct Options {
+  hopwell_normalize normalize = HOPWELL_NORMALIZE_NONE;
+  bool ascending = false, with_sink = false;
+};
+
+Instance make(Random& random, const SparseMla& p, const Options& options, bool timed = false) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
@@ -33,14 +38,14 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
     }
   }
   instance.expect(attn, {.norm = 2e-3});
-  instance.reference = [in, normalize, &lse](Instance& self) {
-    DistributionReference reference = distribution_reference(in, query_references(in), values_of(lse));
-    if (normalize == HOPWELL_NORMALIZE_L1) normalize_l1(reference, in.problem);
+  instance.reference = [in, options, &lse](Instance& self) {
+    DistributionReference reference =
+        distribution_reference(in, query_references(in), values_of(lse), options.with_sink);
+    if (options.normalize == HOPWELL_NORMALIZE_L1) normalize_l1(reference, in.problem);
     self.outputs[0].expected = std::move(reference.attn);
     self.outputs[0].magnitude = std::move(reference.magnitude);
   };
-  instance.call = [in, normalize, ascending, &lse, &attn, &workspace = *instance.workspace](const char* backend,
-                                                                                            Stream stream) {
+  instance.call = [in, options, &lse, &attn, &workspace = *instance.workspace](const char* backend, Stream stream) {
     run_with_workspace<AttentionDistributionArgs>(hopwell::attention_distribution,
                                                   hopwell::attention_distribution_workspace_bytes, workspace,
                                                   {.q = in.q->view(),
@@ -49,8 +54,9 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
                                                    .lse = lse.view(),
                                                    .sm_scale = in.problem.sm_scale,
                                                    .selection = in.selection(),
-                                                   .normalize = normalize,
-                                                   .indices_ascending = ascending,
+                                                   .normalize = options.normalize,
+                                                   .indices_ascending = options.ascending,
+                                                   .attn_sink = options.with_sink ? in.attn_sink->view() : Tensor(),
                                                    .out = attn.view(),
                                                    .backend = backend},
                                                   stream);
@@ -81,12 +87,22 @@ Suite attention_distribution() {
   for (auto& problem : distribution_problems()) problems.push_back(std::move(problem));
   const auto add = [&](const std::string& name, const SparseMla& problem, hopwell_normalize normalize,
                        bool ascending = false) -> Case& {
-    return suite.cases.emplace_back(suite.op, name,
-                                    [=](Random& random) { return make(random, problem, normalize, ascending); });
+    return suite.cases.emplace_back(
+        suite.op, name, [=](Random& random) { return make(random, problem, Options{normalize, ascending}); });
   };
   for (const auto& [name, problem] : problems) {
     add(name, problem, HOPWELL_NORMALIZE_NONE);
     add(name + "_l1", problem, HOPWELL_NORMALIZE_L1);
+  }
+  // lse over window keys too, and the sink in the denominators.
+  for (const auto& [name, problem] : sparse_mla_window_problems()) {
+    const bool small = problem.h_q < 64, with_sink = problem.sink != SparseMla::Sink::kNone;
+    if (!with_sink || problem.s_kv == 0) continue;
+    for (const auto normalize : {HOPWELL_NORMALIZE_NONE, HOPWELL_NORMALIZE_L1}) {
+      if (small != (normalize == HOPWELL_NORMALIZE_NONE) && problem.dtype == DType::kBFloat16) continue;
+      suite.cases.emplace_back(suite.op, "sink_" + name + (normalize == HOPWELL_NORMALIZE_L1 ? "_l1" : ""),
+                               [=](Random& random) { return make(random, problem, {normalize, false, with_sink}); });
+    }
   }
   for (const auto& [name, problem] : sparse_mla_query_problems({64, 128}))
     add(name, problem, HOPWELL_NORMALIZE_NONE).for_model = true;
@@ -109,7 +125,7 @@ Suite attention_distribution() {
   }
   suite.bench = [](const Settings& settings, Random& random) {
     const SparseMla problem = sparse_mla_from(settings);
-    return make(random, problem, HOPWELL_NORMALIZE_NONE, problem.indices == SparseMla::Indices::kAscending, true);
+    return make(random, problem, {.ascending = problem.indices == SparseMla::Indices::kAscending}, true);
   };
   return suite;
 }

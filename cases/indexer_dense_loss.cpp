@@ -14,7 +14,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // The attention and the indexer. Keys that no query sees hold NaN in both.
 struct DenseLoss {
-  SparseMla attention;  // indices, topk, d_v and sink are not used
+  SparseMla attention;  // indices, topk and d_v are not used
   DType weights_dtype = DType::kFloat32;
   std::int64_t h_index = 16, d_index = 128;
   std::int64_t document = 0;  // if not 0: length of packed documents; the queries are the last tokens
@@ -24,6 +24,7 @@ struct DenseLoss {
   bool row_weights = false;   // row_weights, 0 in every third row; row_loss is written too
   float d_loss = 1;
   bool d_loss_on_device = false, relu = true, deterministic = true;
+  bool l1 = false;  // targets are divided by their sums
 };
 
 struct Inputs {
@@ -82,7 +83,8 @@ Inputs add_inputs(Instance& instance, Random& random, const DenseLoss& p, bool t
   fill_lse(in, random, queries);
   std::vector<bool> seen(static_cast<std::size_t>(a.s_kv));
   for (const QueryReference& query : queries)
-    for (const std::int64_t key : query.keys) seen[static_cast<std::size_t>(key)] = true;
+    for (const std::int64_t key : query.keys)
+      if (key < a.s_kv) seen[static_cast<std::size_t>(key)] = true;  // not of the window
   for (std::int64_t t = 0; t < a.s_kv; ++t) {
     if (p.nan_keys && t % 7 == 0) in.k->set(t * p.d_index + t % p.d_index, kNan);
     for (std::int64_t d = 0; d < p.d_index && !seen[static_cast<std::size_t>(t)]; ++d)
@@ -144,7 +146,10 @@ class Reference {
     const std::int64_t heads = p_.attention.h_q;
     for (std::int64_t h = 0; h < heads; ++h) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
-      const double share = std::exp(query.score[at] - in_.lse->get(s * heads + h)) / static_cast<double>(heads);
+      const double lse = in_.lse->get(s * heads + h);
+      const double sink = in_.attention.attn_sink == nullptr ? -kInfinity : in_.attention.attn_sink->get(h);
+      const double left = sink == -kInfinity || lse == kInfinity ? 1 : 1 / (1 + std::exp(sink - lse));
+      const double share = left * std::exp(query.score[at] - lse) / static_cast<double>(p_.l1 ? 1 : heads);
       pair.target += share;
       if (share != 0) pair.target_size += share * (1 + query.score_magnitude[at]);
     }
@@ -153,16 +158,19 @@ class Reference {
 
   void add_query(std::int64_t s, const QueryReference& query) {
     std::vector<Pair> pairs;
-    double peak = -kInfinity, total = 0;
+    double peak = -kInfinity, total = 0, targets = 0;
     bool any = false;
     for (std::int64_t i = 0; i < query.count(); ++i) {
+      if (query.entries[static_cast<std::size_t>(i)] < 0) continue;  // of the window
       Pair pair = pair_of(s, query, i);
+      targets += pair.target;
       if (std::isnan(pair.score)) continue;  // counts as -inf
       peak = std::max(peak, pair.score);
       any = any || pair.target != 0;
       pairs.push_back(std::move(pair));
     }
     if (!any) return;
+    for (Pair& pair : pairs) pair.target /= p_.l1 ? targets : 1, pair.target_size /= p_.l1 ? targets : 1;
     for (const Pair& pair : pairs) total += std::exp(pair.score - peak);
     const double weight = in_.row_weights ? in_.row_weights->get(s) : 1;
     for (const Pair& pair : pairs) {
@@ -205,28 +213,30 @@ class Reference {
 
 void call(const Inputs& in, const Outputs& out, Workspace& workspace, const char* backend, Stream stream) {
   const SparseMla& a = in.problem.attention;
-  run_with_workspace<IndexerDenseLossArgs>(hopwell::indexer_dense_loss, hopwell::indexer_dense_loss_workspace_bytes,
-                                           workspace,
-                                           {.q = in.attention.q->view(),
-                                            .kv = in.attention.kv->view(),
-                                            .lse = in.lse->view(),
-                                            .q_index = in.q->view(),
-                                            .k_index = in.k->view(),
-                                            .weights = in.weights->view(),
-                                            .sm_scale = a.sm_scale,
-                                            .selection = in.attention.selection(),
-                                            .row_weights = view_of(in.row_weights),
-                                            .d_loss_array = view_of(in.d_loss),
-                                            .d_loss = in.d_loss ? 1 : in.problem.d_loss,
-                                            .relu = in.problem.relu,
-                                            .deterministic = in.problem.deterministic,
-                                            .loss = out.loss->view(),
-                                            .row_loss = view_of(out.row_loss),
-                                            .d_q_index = out.d_q->view(),
-                                            .d_k_index = out.d_k->view(),
-                                            .d_weights = out.d_weights->view(),
-                                            .backend = backend},
-                                           stream);
+  run_with_workspace<IndexerDenseLossArgs>(
+      hopwell::indexer_dense_loss, hopwell::indexer_dense_loss_workspace_bytes, workspace,
+      {.q = in.attention.q->view(),
+       .kv = in.attention.kv->view(),
+       .lse = in.lse->view(),
+       .q_index = in.q->view(),
+       .k_index = in.k->view(),
+       .weights = in.weights->view(),
+       .sm_scale = a.sm_scale,
+       .selection = in.attention.selection(),
+       .row_weights = view_of(in.row_weights),
+       .d_loss_array = view_of(in.d_loss),
+       .d_loss = in.d_loss ? 1 : in.problem.d_loss,
+       .relu = in.problem.relu,
+       .deterministic = in.problem.deterministic,
+       .attn_sink = view_of(in.attention.attn_sink),
+       .normalize = in.problem.l1 ? HOPWELL_NORMALIZE_TARGET_L1 : HOPWELL_NORMALIZE_TARGET_HEADS,
+       .loss = out.loss->view(),
+       .row_loss = view_of(out.row_loss),
+       .d_q_index = out.d_q->view(),
+       .d_k_index = out.d_k->view(),
+       .d_weights = out.d_weights->view(),
+       .backend = backend},
+      stream);
 }
 
 Instance make(Random& random, DenseLoss p, bool timed = false) {
@@ -349,6 +359,51 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
         .nan_keys = true,
         .deterministic = false}},
       {"groups_wrong_lse", {.attention = {.s_q = 16, .s_kv = 140}, .h_index = 32, .wrong_lse = true}},
+      // The joint target: lse is over window keys too, and denominators have the sink.
+      {"l1", {.attention = {.s_q = 5, .s_kv = 140, .ranges = true}, .row_weights = true, .l1 = true}},
+      {"joint",
+       {.attention = {.s_q = 9,
+                      .s_kv = 40,
+                      .h_q = 8,
+                      .d_qk = 512,
+                      .sink = SparseMla::Sink::kExtreme,
+                      .positions = Positions::kStart,
+                      .kv_stride = 4,
+                      .window = 3,
+                      .s_w = 9},
+        .h_index = 4,
+        .row_weights = true,
+        .l1 = true}},
+      {"joint_any_order",
+       {.attention = {.s_q = 20,
+                      .s_kv = 90,
+                      .h_q = 64,
+                      .d_qk = 512,
+                      .sink = SparseMla::Sink::kAny,
+                      .ranges = true,
+                      .window = 5,
+                      .s_w = 20},
+        .h_index = 64,
+        .deterministic = false,
+        .l1 = true}},
+      {"joint_nan_keys",
+       {.attention = {.s_q = 4, .s_kv = 140, .sink = SparseMla::Sink::kAny, .window = 5, .s_w = 4},
+        .nan_keys = true,
+        .l1 = true}},
+      {"joint_heads", {.attention = {.s_q = 3, .s_kv = 140, .sink = SparseMla::Sink::kExtreme, .window = 5, .s_w = 4}}},
+      {"joint_fp32",
+       {.attention = {.dtype = fp32,
+                      .s_q = 24,
+                      .s_kv = 200,
+                      .h_q = 3,
+                      .d_qk = 48,
+                      .d_v = 32,
+                      .sink = SparseMla::Sink::kExtreme,
+                      .ranges = true,
+                      .window = 7,
+                      .s_w = 24},
+        .d_index = 24,
+        .l1 = true}},
       {"one_query", {.attention = {.s_q = 1, .s_kv = 300, .h_q = 8}}},
       {"one_key", {.attention = {.s_q = 3, .s_kv = 1}}},
       {"no_keys", {.attention = {.s_q = 3, .s_kv = 0}, .row_weights = true}},

@@ -42,7 +42,9 @@ const std::vector<Refusals>& all_refusals() {
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
-            "v_is_k v_is_k_l1 width_1 width_1_l1"},
+            "v_is_k v_is_k_l1 width_1 width_1_l1 "
+            "sink_window_many_queries_fp32 sink_window_many_queries_fp32_l1 sink_window_tiles_dense_fp32 "
+            "sink_window_tiles_dense_fp32_l1 sink_window_tiles_fp32 sink_window_tiles_fp32_l1"},
            {"needs d_qk a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
            {"needs rows of q and kv 16-byte aligned",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided "
@@ -57,7 +59,9 @@ const std::vector<Refusals>& all_refusals() {
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
-            "v_is_k v_is_k_l1 width_1 width_1_l1"},
+            "v_is_k v_is_k_l1 width_1 width_1_l1 "
+            "sink_window_many_queries_fp32 sink_window_many_queries_fp32_l1 sink_window_tiles_dense_fp32 "
+            "sink_window_tiles_dense_fp32_l1 sink_window_tiles_fp32 sink_window_tiles_fp32_l1"},
            {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
@@ -73,7 +77,9 @@ const std::vector<Refusals>& all_refusals() {
             "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
-            "v_is_k v_is_k_l1 width_1 width_1_l1"},
+            "v_is_k v_is_k_l1 width_1 width_1_l1 "
+            "sink_window_many_queries_fp32 sink_window_many_queries_fp32_l1 sink_window_tiles_dense_fp32 "
+            "sink_window_tiles_dense_fp32_l1 sink_window_tiles_fp32 sink_window_tiles_fp32_l1"},
            {"needs d_qk 576 or 512",
             "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
             "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
@@ -85,12 +91,12 @@ const std::vector<Refusals>& all_refusals() {
       {"indexer_dense_loss",
        "sm80",
        {
-           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 joint_fp32 key_ranges_fp32"},
        }},
       {"indexer_dense_loss",
        "sm90",
        {
-           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: needs bfloat16 q and kv", "basic_fp32 joint_fp32 key_ranges_fp32"},
            {"attention_distribution: needs d_qk 576 or 512", "d_qk_64"},
        }},
       {"lightning_indexer",

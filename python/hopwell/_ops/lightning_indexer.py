@@ -140,6 +140,8 @@ def indexer_dense_loss(
     d_loss: float | Array = 1.0,
     row_loss: Array | None = None,
     deterministic: bool = False,
+    attn_sink: Array | None = None,
+    normalize: str = "heads",
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Array, Array, Array, Array]:
@@ -152,16 +154,19 @@ def indexer_dense_loss(
 
     Args:
         q, kv, sm_scale: as in `sparse_mla_forward`.
-        lse: fp32 [s_q, h_q], what `sparse_mla_forward(q, kv, None, ...)` returned.
+        lse: fp32 [s_q, h_q], what `sparse_mla_forward(q, kv, None, ...)` returned, with or without window keys.
         q_index, k_index, weights: as in `lightning_indexer`.
         k_start, k_end, q_positions, q_start, kv_stride: which keys are visible, as in `sparse_mla_forward`.
         row_weights, relu, d_loss, row_loss, deterministic: as in `lightning_indexer_backward`. On a GPU deterministic
             sums have room for targets up to 256; where one is larger, d_k_index of the key is NaN.
+        attn_sink: fp32 [h_q]; lse' = log(exp(lse) + exp(attn_sink)) is in lse's place then.
+        normalize: "heads", or "l1": every row of the target is divided by its sum over the visible keys instead of h_q,
+            as a softmax with window keys or a sink needs.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
         (loss fp32 0-d, d_q_index like q_index, d_k_index fp32 [s_kv, d_index], d_weights like weights). A query without
-        a visible key adds neither loss nor gradient.
+        a visible key adds neither loss nor gradient, nor does one whose target is all zero.
     """
     outputs = Outputs("indexer_dense_loss", "q", q)
     loss = outputs.new((), "float32")
@@ -170,6 +175,6 @@ def indexer_dense_loss(
         outputs.given("row_loss", row_loss)
     _hopwell.indexer_dense_loss(
         q, kv, lse, q_index, k_index, weights, sm_scale, q_positions, q_start, kv_stride, k_start, k_end, row_weights,
-        d_loss, relu, deterministic, loss, row_loss, *gradients, backend, stream,
+        d_loss, relu, deterministic, attn_sink, normalize, loss, row_loss, *gradients, backend, stream,
     )  # fmt: skip
     return outputs.native(loss, *gradients)

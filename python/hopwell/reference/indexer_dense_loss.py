@@ -5,7 +5,7 @@ import numpy as np
 from ._arrays import Float64, Tensor, as_float64, log_softmax, require, require_shape
 from ._visible import visible_keys
 from .lightning_indexer import _checked, _gradient, _scores
-from .sparse_mla import select
+from .sparse_mla import _sink, select
 
 
 def indexer_dense_loss(
@@ -27,6 +27,8 @@ def indexer_dense_loss(
     d_loss: float | Tensor = 1.0,
     row_loss: Float64 | None = None,
     deterministic: bool = False,
+    attn_sink: Tensor | None = None,
+    normalize: str = "heads",
 ) -> tuple[np.float64, Float64, Float64, Float64]:
     """KL loss of the indexer against the attention of all heads to every visible key, and its gradients.
 
@@ -35,15 +37,20 @@ def indexer_dense_loss(
         loss        = Σ_s row_weights·row_loss
         g           = d_loss·row_weights·(softmax − target)
 
-    and of g the gradients of `lightning_indexer_backward`, whose rules hold for scores of −inf, all-zero targets, rows
-    of weight 0 and NaN. q [s_q, h_q, d_qk]; kv [s_kv, d_qk] or [s_kv, 1, d_qk]; lse [s_q, h_q]; q_index [s_q, h_index,
-    d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]. Returns (loss, d_q_index, d_k_index, d_weights).
+    With attn_sink [h_q] lse' = log(exp(lse) + exp(attn_sink)) is in lse's place. `normalize="l1"` divides each row of
+    the target by its sum over the visible keys instead of h_q.
+
+    The gradients are of g, as in `lightning_indexer_backward`, whose rules hold for scores of −inf, all-zero targets,
+    rows of weight 0 and NaN. q [s_q, h_q, d_qk]; kv [s_kv, d_qk] or [s_kv, 1, d_qk]; lse [s_q, h_q]; q_index [s_q,
+    h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]. Returns (loss, d_q_index, d_k_index, d_weights).
     """
     name = "indexer_dense_loss"
     attention = select(name, q, kv, None, sm_scale, None, q_positions, q_start, kv_stride, k_start, k_end)
     s_q, h_q, _ = attention.q.shape
     row_lse = as_float64(lse)
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
+    require(normalize in ("heads", "l1"), name, "normalize", "heads or l1", normalize)
+    row_lse = np.where(np.isposinf(row_lse), np.inf, np.logaddexp(row_lse, _sink(name, attn_sink, h_q)))
     queries, keys, w = _checked(name, q_index, k_index, weights)
     require(len(queries) == s_q, name, "q_index", f"[{s_q}, h_index, d_index]", list(queries.shape))
     require(len(keys) == len(attention.kv), name, "k_index", f"[{len(attention.kv)}, d_index]", list(keys.shape))
@@ -57,7 +64,8 @@ def indexer_dense_loss(
     d_q, d_k, d_w = np.zeros(queries.shape), np.zeros(keys.shape), np.zeros(w.shape)
     for s in range(s_q):
         _, visible, _, attention_score = attention.row(s)
-        target = np.exp(attention_score - row_lse[s][:, None]).sum(axis=0) / h_q
+        target = np.exp(attention_score - row_lse[s][:, None]).sum(axis=0)
+        target = target / (h_q if normalize == "heads" else target.sum() or 1.0)
         score, dot = _scores(queries[s], keys[first[s] : max(first[s], last[s])], w[s], relu)
         counted = ~np.isneginf(score)
         visible, target, score, dot = visible[counted], target[counted], score[counted], dot[:, counted]

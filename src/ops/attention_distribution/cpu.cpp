@@ -2,7 +2,7 @@
 //
 //     K = gather(kv)                          [keys, d_qk] fp32, valid entries only
 //     S = sm_scale (q . K^T)                  [h_q, keys]
-//     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
+//     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order; lse' with a sink
 //
 // Scratch per thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
 // 576.
@@ -45,13 +45,23 @@ class Worker {
     float* total = scores_.get();
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       float* row = scores_.get() + h * count;
-      const float lse = p_.lse.as<const float>()[s * p_.lse.stride[0] + h * p_.lse.stride[1]];
-      if (lse == std::numeric_limits<float>::infinity())
+      const double lse = lse_of(s, h);
+      if (lse == std::numeric_limits<double>::infinity())
         std::fill_n(row, n, 0.0F);
       else
         exp_sum(row, p_.sm_scale, lse, n);
       if (h > 0) add(row, total, n);
     }
+  }
+
+  // lse, with a sink log(exp(lse) + exp(attn_sink)).
+  [[nodiscard]] double lse_of(std::int64_t s, std::int64_t h) const {
+    const auto lse = static_cast<double>(p_.lse.as<const float>()[s * p_.lse.stride[0] + h * p_.lse.stride[1]]);
+    if (!p_.attn_sink || lse == std::numeric_limits<double>::infinity()) return lse;
+    const auto sink = static_cast<double>(p_.attn_sink.as<const float>()[h * p_.attn_sink.stride[0]]);
+    if (sink == -std::numeric_limits<double>::infinity()) return lse;
+    const double high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+    return high + std::log1p(std::exp(low - high));
   }
 
   const Problem& p_;

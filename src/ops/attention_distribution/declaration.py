@@ -1,4 +1,6 @@
-from common import INDICES, INDICES_ASCENDING, KV, LSE, SELECTION, SM_SCALE, Q
+from dataclasses import replace
+
+from common import ATTN_SINK, INDICES, INDICES_ASCENDING, KV, LSE, SELECTION, SM_SCALE, Q
 from declare import KEYWORD_ONLY, Choice, Enum, Operator, Output
 
 attention_distribution = Operator(
@@ -7,7 +9,10 @@ attention_distribution = Operator(
     formula="""
         out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])   0 where the entry is invalid, and for rows without a valid entry
     """,
-    notes="`sparse_mla_forward` defines the score. V is not read.",
+    notes="""
+        `sparse_mla_forward` defines the score. V is not read. Where lse is of a call with window keys, a head that spends
+        its attention on the window counts less; with attn_sink also one that spends it on the sink.
+    """,
     arguments=(
         Q,
         KV,
@@ -29,6 +34,7 @@ attention_distribution = Operator(
             ),
         ),
         INDICES_ASCENDING,
+        replace(ATTN_SINK, doc="With it lse' = log(exp(lse) + exp(attn_sink)) is in the place of lse."),
         Output("out", "In the order of indices.", dtype="fp32", shape="[s_q, topk]"),
     ),
     returns=("out",),

@@ -17,6 +17,7 @@ Problem check(const AttentionDistributionArgs& args) {
   p.kv = kv;
   p.selection = check_selection(check, args);
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
   p.attn = check.output("out", args.out, {DType::kFloat32}, {"s_q", "topk"});
   p.normalize_l1 =
       check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;

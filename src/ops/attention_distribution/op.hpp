@@ -8,10 +8,11 @@
 namespace hopwell::ops::attention_distribution {
 
 struct Problem {
-  View q;     // bf16 or fp32 [s_q, h_q, d_qk]
-  View kv;    // dtype of q, [s_kv, d_qk]
-  View lse;   // fp32 [s_q, h_q]
-  View attn;  // fp32 [s_q, topk]
+  View q;          // bf16 or fp32 [s_q, h_q, d_qk]
+  View kv;         // dtype of q, [s_kv, d_qk]
+  View lse;        // fp32 [s_q, h_q]
+  View attn_sink;  // fp32 [h_q], or absent
+  View attn;       // fp32 [s_q, topk]
   Selection selection;
   float sm_scale = 0;
   bool normalize_l1 = false;

@@ -21,9 +21,10 @@ struct Params {
   tile::SelectionParams selection;
   const bf16 *q, *kv;                           // [s_q, h_q, d_qk], [s_kv, d_qk]
   const float* lse;                             // [s_q, h_q]
+  const float* sink;                            // [h_q], or null
   float* attn;                                  // [s_q, topk]
   int64_t q_stride_s, q_stride_h, kv_stride_s;  // elements
-  int64_t lse_stride_s, lse_stride_h, attn_stride;
+  int64_t lse_stride_s, lse_stride_h, sink_stride, attn_stride;
   int h_q, d_qk;
   bool aligned;  // rows of q and kv are 16-byte aligned
   bool normalize_l1;
@@ -39,9 +40,15 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
 // Number of times that all keys are read: once per 128 heads.
 HOPWELL_DEVICE int head_passes(const Params& p) { return (p.h_q + kHeadsAtATime - 1) / kHeadsAtATime; }
 
-// lse of a head, in units of log 2. Padding heads get +inf, so that their exponentials are 0.
+// lse of a head, in units of log 2; with a sink log2(exp(lse) + exp(attn_sink)). Padding heads get +inf, so that their
+// exponentials are 0.
 HOPWELL_DEVICE float lse_of(const Params& p, int64_t query, int head) {
-  return head < p.h_q ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+  if (head >= p.h_q) return INFINITY;
+  const float lse = p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E;
+  const float sink = p.sink ? p.sink[head * p.sink_stride] * tile::kLog2E : -INFINITY;
+  if (sink == -INFINITY || lse == INFINITY) return lse;
+  const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+  return high == INFINITY ? INFINITY : high + arch::log2_approx(1 + arch::exp2_approx(low - high));
 }
 
 // Calls function for each pass over the heads of a CTA's work tiles, if the tile has anything to multiply. All roles
@@ -67,10 +74,11 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.q = problem.q.as<const bf16>();
   p.kv = problem.kv.as<const bf16>();
   p.lse = problem.lse.as<const float>();
+  p.sink = problem.attn_sink.as<const float>();
   p.attn = problem.attn.as<float>();
   p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = problem.kv.stride[0];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1],
-  p.attn_stride = problem.attn.stride[0];
+  p.sink_stride = problem.attn_sink ? problem.attn_sink.stride[0] : 0, p.attn_stride = problem.attn.stride[0];
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
   p.normalize_l1 = problem.normalize_l1;
   p.scale_log2 = tile::log2_scale(problem.sm_scale);

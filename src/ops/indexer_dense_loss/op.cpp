@@ -10,6 +10,9 @@ Problem check(const IndexerDenseLossArgs& args) {
   p.attention_q = q;
   p.attention_kv = kv;
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
+  p.normalize_l1 = check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_TARGET_L1, "heads or l1") ==
+                   HOPWELL_NORMALIZE_TARGET_L1;
   p.sm_scale = args.sm_scale;
   static_cast<IndexOperands&>(p) = check_index_operands(check, args);
   p.visibility = check_visibility(check, args.selection);

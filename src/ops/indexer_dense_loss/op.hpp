@@ -13,7 +13,9 @@ struct Problem : IndexOperands, IndexGradients {  // of the indexer; the attenti
   View attention_q;                               // bf16 or fp32 [s_q, h_q, d_qk]
   View attention_kv;                              // dtype of attention_q, [s_kv, d_qk]
   View lse;                                       // fp32 [s_q, h_q]
+  View attn_sink;                                 // fp32 [h_q], or absent
   float sm_scale = 0;
+  bool normalize_l1 = false;  // targets are divided by their sums, not by h_q
   Visibility visibility;
   runtime::Device device;
 };

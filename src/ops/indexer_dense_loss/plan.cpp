@@ -28,8 +28,10 @@ attention_distribution::Problem targets_of(const Problem& p, void* workspace, st
                                            std::int64_t queries) {
   attention_distribution::Problem d;
   d.q = from_row(p.attention_q, first, queries), d.kv = p.attention_kv, d.lse = from_row(p.lse, first, queries);
+  d.attn_sink = p.attn_sink;
   d.attn = rows_at(workspace, DType::kFloat32, queries, p.s_kv);
   d.sm_scale = p.sm_scale;
+  d.normalize_l1 = p.normalize_l1;
   d.s_q = queries, d.s_kv = d.topk = p.s_kv, d.h_q = p.attention_q.shape[1], d.d_qk = p.attention_q.shape[2];
   d.selection = {.visibility = p.visibility.from(first), .s_q = queries, .s_kv = p.s_kv, .topk = p.s_kv};
   d.device = p.device;
@@ -45,7 +47,7 @@ lightning_indexer_backward::PassProblem gradients_of(const Problem& p, const Pla
   g.first_query = first, g.pass_queries = plan.queries_at_a_time;
   g.target = rows_at(workspace, DType::kFloat32, g.pass_queries, p.s_kv);
   g.losses = rows_at(runtime::at_offset<double>(workspace, plan.losses), DType::kOther, p.s_q, 1);
-  g.target_scale = 1 / static_cast<float>(p.attention_q.shape[1]);
+  g.target_scale = p.normalize_l1 ? 1 : 1 / static_cast<float>(p.attention_q.shape[1]);
   g.visibility = p.visibility;
   g.device = p.device;
   return g;

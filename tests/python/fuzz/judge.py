@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from hopwell import reference
-from hopwell.reference.sparse_mla import select
+from hopwell.reference.sparse_mla import see_window, select
 
 from . import judge_indexer
 from .bounds import (
@@ -52,10 +52,10 @@ def _vanishes(p: Any) -> Any:
 
 @dataclass
 class _Row:
-    """A query's valid entries, and how exact their scores are."""
+    """A query's valid entries, then its window keys, and how exact their scores are."""
 
-    entries: Any
-    keys: Any
+    entries: Any  # of the index row
+    keys: Any  # [n], numbered on from kv to window_kv
     kv: Any  # [n, d_qk], finite parts
     odd: Any  # [n]: whether a key's row has NaN or infinities
     score: Any  # [h, n]
@@ -66,9 +66,13 @@ def _rows(a: dict[str, Any], operator: str) -> Any:
     names = ("q", "kv", "indices", "sm_scale", "topk_length", "q_positions", "q_start", "kv_stride", "k_start", "k_end")
     given = {"kv_stride": 1} | a
     selection = select(operator, *(given.get(name) for name in names))
+    window = see_window(operator, selection, *(a.get(name) for name in ("window_kv", "window", "w_start", "w_end")))
     scale = abs(selection.sm_scale)
     for s in range(len(selection.q)):
         entries, keys, rows, score = selection.row(s)
+        window_keys, window_rows, window_score = window.row(selection, s)
+        keys = np.concatenate([keys, len(selection.kv) + window_keys])
+        rows, score = np.concatenate([rows, window_rows]), np.concatenate([score, window_score], axis=1)
         kv = finite(rows)
         size = finite(selection.q[s]) @ kv.T
         reach = ROUNDING / 2 * scale * size + scale * TINY * kv.shape[1]
@@ -107,7 +111,7 @@ def attention_distribution(a: dict[str, Any]) -> list[Expected]:
     )
     slack = np.zeros(value.shape)
     for s, row in _rows(a, "attention_distribution"):
-        slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
+        slack[s, row.entries] = _distribution_slack(row, a["lse"][s], a.get("attn_sink"))
     if plain is not value:
         total = finite(plain.sum(axis=1, keepdims=True))
         off = slack.sum(axis=1, keepdims=True)
@@ -117,19 +121,27 @@ def attention_distribution(a: dict[str, Any]) -> list[Expected]:
     return [Expected("attn", value, 2e-3, slack)]
 
 
-def _distribution_slack(row: _Row, lse: Any) -> Any:
-    lse = lse.astype(np.float64)[:, None]
-    return _weights(row.score, lse, row.reach + ROUNDING * finite(lse))[1].sum(axis=0)
+def _distribution_slack(row: _Row, lse: Any, sink: Any = None) -> Any:
+    n = len(row.entries)
+    below = lse = lse.astype(np.float64)[:, None]
+    if sink is not None:
+        below = np.where(np.isposinf(lse), np.inf, np.logaddexp(lse, sink.astype(np.float64)[:, None]))
+    reach = row.reach[:, :n] + ROUNDING * (finite(lse) + np.minimum(finite(below), 1e6))
+    return _weights(row.score[:, :n], below, reach)[1].sum(axis=0)
 
 
 def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
     rows = len(a["q"]), len(a["kv"]) if a["indices"] is None else a["indices"].shape[-1]
     attn = np.zeros(rows) if "attn" in a else None
-    before = a["dkv"].copy() if a.get("accumulate") else None
-    given = {name: value for name, value in a.items() if name not in ("dq", "dkv", "attn")}
-    dq, dkv, d_sink = reference.sparse_mla_backward(**given, **{"dkv": before} if before is not None else {}, attn=attn)
-    if before is not None:  # the sum in float64
-        dkv = a["dkv"].astype(np.float64) + reference.sparse_mla_backward(**given | {"accumulate": False})[1]
+    of_keys = [name for name in ("dkv", "d_window_kv") if name in a and a.get("accumulate")]
+    before = {name: a[name].astype(np.float64) for name in of_keys}
+    given = {name: value for name, value in a.items() if name not in ("dq", "dkv", "d_window_kv", "attn")}
+    # The sums of what is accumulated are in float64.
+    dq, dkv, d_sink, *of_window = reference.sparse_mla_backward(**given | {"accumulate": False}, attn=attn)
+    d_window_kv = of_window[0] if of_window else None
+    dkv, d_window_kv = (
+        before[name] + x if name in before else x for name, x in (("dkv", dkv), ("d_window_kv", d_window_kv))
+    )
     d_v, scale = a["d_v"], abs(float(a["sm_scale"]))
     _, h_q, d_qk = a["q"].shape
     sink = np.full(h_q, -np.inf) if "attn_sink" not in a else a["attn_sink"].astype(np.float64)
@@ -139,7 +151,8 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         np.zeros(rows),
         np.zeros(h_q),
     )
-    dkv_slack, dkv_size = np.zeros((2, len(a["kv"]), d_qk))
+    s_kv = len(a["kv"])
+    dkv_slack, dkv_size = np.zeros((2, s_kv + len(a.get("window_kv", ())), d_qk))  # of window_kv's rows too
     dq_size = np.zeros(a["q"].shape)
     for s, row in _rows(a, "sparse_mla_backward"):
         lse = a["lse"][s].astype(np.float64)
@@ -147,7 +160,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
         # A share below fp32's normal numbers may be 0.
         sink_slack += _unless((delta > LARGE) & ~np.isposinf(lse), share * delta * (4 * ROUNDING) + TINY * (1 + delta))
-        if len(row.entries) == 0:
+        if len(row.keys) == 0:
             continue
         below = np.logaddexp(lse, sink)
         reach = row.reach + ROUNDING * (finite(lse) + np.minimum(finite(below), 1e6))[:, None]
@@ -171,19 +184,26 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         total[:, :d_v] += p.T @ d_out[s]
         np.add.at(dkv_slack, row.keys, _unless(bad.any(axis=0)[:, None], part))
         np.add.at(dkv_size, row.keys, total)
-        attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
+        of_attn = a["attn_sink"] if a.get("attn_with_sink") else None
+        attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s], of_attn)
     q_type = str(a["q"].dtype)
     results = []
     if a.get("need_dq", True):
         results.append(Expected("dq", dq, BOUNDS[q_type], dq_slack, sums=dq_size))
+    dkv_slack = _unless(dkv_size > LARGE, dkv_slack)
+    bound = BOUNDS["bfloat16"] if "bfloat16" in (q_type, a.get("dkv_dtype")) else BOUNDS[q_type]
+
+    def of_rows(name: str, gradient: Any, keys: str, rows: slice) -> Expected:
+        shape = a[keys].shape
+        slack = dkv_slack[rows].reshape(shape) + ROUNDING * finite(before.get(name, 0.0))
+        return Expected(name, gradient, bound, slack, sums=dkv_size[rows].reshape(shape))
+
     if a.get("need_dkv", True):
-        dkv_slack = _unless(dkv_size > LARGE, dkv_slack).reshape(a["kv"].shape) + (
-            0 if before is None else ROUNDING * finite(before)
-        )
-        bound = BOUNDS["bfloat16"] if "bfloat16" in (q_type, a.get("dkv_dtype")) else BOUNDS[q_type]
-        results.append(Expected("dkv", dkv, bound, dkv_slack, sums=dkv_size.reshape(a["kv"].shape)))
+        results.append(of_rows("dkv", dkv, "kv", slice(s_kv)))
     if "attn_sink" in a:
         results.append(Expected("d_sink", d_sink, BOUNDS[q_type], sink_slack))
+    if d_window_kv is not None:
+        results.append(of_rows("d_window_kv", d_window_kv, "window_kv", slice(s_kv, None)))
     if attn is not None:
         results.append(Expected("attn", attn, 2e-3, attn_slack))
     return results

@@ -113,6 +113,29 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     return dtype, arguments
 
 
+def _window(maker: Maker, arguments: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Half of the calls have window keys: no rows to a few, for the last queries, documents or any two numbers."""
+    if maker.chance():
+        return {}
+    s_q, _, d_qk = arguments["q"].shape
+    s_w = maker.choose(s_q, maker.size(0, 60))
+    window: dict[str, Any] = {
+        "window_kv": maker.floats((s_w, d_qk) if maker.chance() else (s_w, 1, d_qk), dtype),
+        "window": maker.choose(maker.integer(1, 9), maker.integer(1, 70), 2**31, 2**63 - 1),
+    }
+    match maker.choose("last", "any", "documents"):
+        case "any":
+            start, end = (integers_around(maker, s_q, [0, s_w // 2, s_w]) for _ in range(2))
+        case "documents":
+            starts = np.sort(maker.rng.integers(0, s_w + 1, 3))
+            start = starts[np.sort(maker.rng.integers(0, 3, s_q))]
+            end = start + maker.rng.integers(0, 10, s_q)
+        case _:
+            return window
+    ranges = {"w_start": start, "w_end": end}
+    return window | {name: maker.values(rows.astype(np.int32), rows=False) for name, rows in ranges.items()}
+
+
 def _topk(arguments: dict[str, Any]) -> int:
     indices = arguments["indices"]
     return len(arguments["kv"]) if indices is None else int(indices.shape[-1])
@@ -147,6 +170,7 @@ def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
         arguments["attn_sink"] = _sink(maker, h_q)
     if maker.chance():
         arguments["share_keys"] = maker.chance()
+    arguments |= _window(maker, arguments, dtype)
     rows = ((s_q, h_q), np.float32, False)
     results = {"out": ((s_q, h_q, d_v), DTYPES[dtype], True), "max_logits": rows, "lse": rows}
     return _given(maker, "sparse_mla_forward", arguments, results)
@@ -165,6 +189,7 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
     d_v = arguments["d_v"] = 512 if maker.for_kernels else maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
+    arguments |= _window(maker, arguments, dtype)
     arguments["d_out"] = maker.floats((s_q, h_q, d_v), dtype)
     if maker.chance(4):  # what no forward has returned
         arguments["out"] = maker.floats((s_q, h_q, d_v), dtype)
@@ -182,19 +207,26 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
         arguments["dkv_dtype"] = dkv_dtype
     else:
         dkv_dtype = "float32"
-    needed = {name: maker.choose(True, True, True, False) for name in ("dq", "dkv")}
+    needed = {name: maker.choose(True, True, True, False) for name in ("dq", "dkv", "d_window_kv")}
     arguments |= {f"need_{name}": False for name, need in needed.items() if not need}
     results = {
         "dq": (arguments["q"].shape, DTYPES[dtype], True),
         "dkv": (arguments["kv"].shape, DTYPES[dkv_dtype], True),
         "attn": ((s_q, _topk(arguments)), np.float32, True),
     }
+    if "window_kv" in arguments:
+        results["d_window_kv"] = arguments["window_kv"].shape, DTYPES[dkv_dtype], True
     call = _given(
         maker, "sparse_mla_backward", arguments, {name: r for name, r in results.items() if needed.get(name, True)}
     )
-    if "dkv" in call.outputs and dkv_dtype == "float32" and maker.chance():
+    if "attn" in call.outputs and "attn_sink" in arguments and maker.chance():
+        arguments["attn_with_sink"] = True
+    of_keys = [name for name in ("dkv", "d_window_kv") if name in results and needed[name]]
+    given = bool(of_keys) and set(of_keys) <= set(call.outputs)
+    if given and dkv_dtype == "float32" and maker.chance():
         arguments["accumulate"] = True
-        arguments["dkv"][...] = maker.rng.standard_normal(arguments["dkv"].shape)
+        for name in of_keys:
+            arguments[name][...] = maker.rng.standard_normal(arguments[name].shape)
     return call
 
 
@@ -205,14 +237,17 @@ def arguments_of(arguments: dict[str, Any], *left_out: str) -> dict[str, Any]:
 @st.composite
 def attention_distribution(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
-    _, arguments = _sparse(maker)
+    dtype, arguments = _sparse(maker)
     s_q, h_q, _ = arguments["q"].shape
     if maker.chance(4):
         arguments["lse"] = maker.floats((s_q, h_q), "float32", rows=False)
     else:
         with np.errstate(all="ignore"):
-            _, _, lse = reference.sparse_mla_forward(**arguments, d_v=1)
+            window = _window(maker, arguments, dtype)  # the target of a joint softmax
+            _, _, lse = reference.sparse_mla_forward(**arguments, **window, d_v=1)
             arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
+    if maker.chance():
+        arguments["attn_sink"] = _sink(maker, h_q)
     if maker.chance():
         arguments["normalize"] = maker.choose("none", "l1")
     if maker.chance():
@@ -597,6 +632,10 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
         "k_index": whole(s_kv, d_index),
         "weights": maker.values(weights.astype(DTYPES[maker.choose("float32", "bfloat16")])),
     }
+    if maker.chance():
+        arguments["attn_sink"] = _sink(maker, h_q)
+    if maker.chance():
+        arguments["normalize"] = maker.choose("heads", "l1")
     if maker.chance():
         arguments["d_loss"] = maker.choose(0.5, -1.0, 0.0)
     if maker.chance(3):

@@ -43,15 +43,18 @@ FLAGS = (
     "relu",
     "global_is_reciprocal",
     "overlap",
+    "need_d_window_kv",
+    "attn_with_sink",
 )
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
     "row_weights", "q_scale", "k_scale", "position_bias", "cu_seqlens", "cu_compressed", "d_kv", "d_gate",
+    "window_kv", "w_start", "w_end", "d_window_kv",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
-    "row_weights", "k_scale", "cu_seqlens", "cu_compressed",
+    "row_weights", "k_scale", "cu_seqlens", "cu_compressed", "w_start", "w_end",
 )  # fmt: skip
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
@@ -159,8 +162,13 @@ class Wrong:
 
     def alone(self) -> tuple[str, ...] | None:
         """One of two arguments that belong together, without the other."""
-        pairs = (("k_start", "k_end"), ("cu_seqlens", "cu_compressed"))
-        name = self.pick([name for pair in pairs for name in pair if name in self.arrays])
+        pairs: tuple[tuple[str, ...], ...] = (
+            ("k_start", "k_end"),
+            ("cu_seqlens", "cu_compressed"),
+            ("w_start", "w_end"),
+            ("window_kv", "window", "d_window_kv"),  # the last one may be given, too
+        )
+        name = self.pick([name for pair in pairs for name in pair[:2] if name in self.arrays])
         return None if name is None else self.put(name, None, *next(pair for pair in pairs if name in pair))
 
     def dtype(self) -> tuple[str, ...] | None:
@@ -313,7 +321,7 @@ KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
 )  # fmt: skip
 
 _SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
-_SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end"), "s_q")
+_SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end", "w_start", "w_end"), "s_q")
 _INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk", "d_scores": "s_q topk"}
 _INDEXER |= {"q_scale": "s_q h", "k_scale": "s_kv"}
 _INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q")
@@ -339,7 +347,7 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},
     "lightning_indexer": _INDEXER,
     "lightning_indexer_backward": _INDEXER,
-    "indexer_dense_loss": _INDEXER | {"q": "s_q h_q d_qk", "lse": "s_q h_q"},
+    "indexer_dense_loss": _INDEXER | {"q": "s_q h_q d_qk", "lse": "s_q h_q", "attn_sink": "h_q"},
     "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
     "kv_compress": _POOLING,
     "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
@@ -357,7 +365,8 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
     """
     a = call.arguments
     names = dict(_DIMENSIONS[call.operator])
-    for name, flat in (("kv", "s_kv d_qk"), ("dkv", "s_kv d_qk"), ("indices", "s_q topk")):
+    keys = {"kv": "s_kv d_qk", "dkv": "s_kv d_qk", "window_kv": "s_w d_qk", "d_window_kv": "s_w d_qk"}
+    for name, flat in (keys | {"indices": "s_q topk"}).items():
         if isinstance(a.get(name), np.ndarray):
             first, last = flat.split()
             names[name] = flat if a[name].ndim == 2 else f"{first} 1! {last}"

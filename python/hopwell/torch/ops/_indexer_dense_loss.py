@@ -42,6 +42,8 @@ def indexer_dense_loss_and_gradients(
     relu: bool = True,
     d_loss: float = 1.0,
     deterministic: bool = False,
+    attn_sink: Tensor | None = None,
+    normalize: str = "heads",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op behind `indexer_dense_loss`. It returns the loss, its gradients scaled by `d_loss` (d_q_index and
@@ -60,6 +62,8 @@ def indexer_dense_loss_and_gradients(
         d_loss=d_loss,
         row_loss=row_loss,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        attn_sink=attn_sink,
+        normalize=normalize,
         backend=backend,
     )
     return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
@@ -70,19 +74,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, *gradients, row_loss = output
     ctx.mark_non_differentiable(*gradients, row_loss)
     ctx.k_dtype, ctx.scaled = inputs[4].dtype, inputs[14] != 1.0
-    ctx.rest = inputs[6], *inputs[10:12], inputs[13], 1.0, *inputs[15:]
-    ctx.save_for_backward(*((*inputs[:6], *inputs[7:10], inputs[12]) if ctx.scaled else gradients))
+    ctx.rest = inputs[6], *inputs[10:12], inputs[13], 1.0, inputs[15], *inputs[17:]
+    ctx.save_for_backward(*((*inputs[:6], *inputs[7:10], inputs[12], inputs[16]) if ctx.scaled else gradients))
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
     gradients = ctx.saved_tensors
     if ctx.scaled:
-        *operands, k_start, k_end, q_positions, row_weights = gradients
-        sm_scale, q_start, kv_stride, *options = ctx.rest
-        arguments = *operands, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights, *options
+        *operands, k_start, k_end, q_positions, row_weights, attn_sink = gradients
+        sm_scale, q_start, kv_stride, *options, normalize, backend = ctx.rest
+        masks = k_start, k_end, q_positions, q_start, kv_stride
+        arguments = *operands, sm_scale, *masks, row_weights, *options, attn_sink, normalize, backend
         gradients = indexer_dense_loss_and_gradients(*arguments)[1:4]
     d_q_index, d_k_index, d_weights = (scaled(g, d_loss) for g in gradients)
-    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 11
+    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 13
 
 
 differentiable("indexer_dense_loss", _differentiate, _save)
@@ -105,16 +110,22 @@ def indexer_dense_loss(
     row_weights: Tensor | None = None,
     relu: bool = True,
     deterministic: bool = False,
+    attn_sink: Tensor | None = None,
+    normalize: str = "heads",
     backend: str | None = None,
 ) -> Tensor:
     """Σ_s row_weights·KL(target ‖ softmax over the visible keys of the index scores), a float32 scalar: the loss of the
-    indexer's dense warm-up. target is the mean over the heads of the attention to every visible key.
+    indexer's dense warm-up. target is the mean over the heads of the attention to every visible key; with normalize
+    "l1" the sum over the heads, divided by its sum over the keys, as a softmax over window keys too, or with a sink,
+    needs.
 
-    q, kv and the masks as in `sparse_mla`; lse is the result of its call without indices. q_index, k_index and weights
+    q, kv and the masks as in `sparse_mla`; lse is the result of its call without indices, with or without window keys.
+    attn_sink, float32 [h_q]: log(exp(lse) + exp(attn_sink)) is in lse's place. q_index, k_index and weights
     as in `lightning_indexer`; row_weights and relu as in `indexer_loss`. No tensor of s_q × s_kv elements is stored.
-    Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse and row_weights.
+    Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse, attn_sink and
+    row_weights.
     """
     return indexer_dense_loss_and_gradients(
         q, kv, lse, q_index, k_index, weights, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights,
-        relu, 1.0, deterministic, backend,
+        relu, 1.0, deterministic, attn_sink, normalize, backend,
     )[0]  # fmt: skip

@@ -1,5 +1,6 @@
 """Sparse MLA, forward and backward, the attention distribution, and `normalize_l1`."""
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def sparse_mla_forward(
     k_end: Tensor | None = None,
     indices_ascending: bool = False,
     share_keys: bool = False,
+    window_kv: Tensor | None = None,
+    window: int | None = None,
+    w_start: Tensor | None = None,
+    w_end: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op behind `sparse_mla`. All arguments are positional, because custom ops require it of tensors. Only the
@@ -55,6 +60,10 @@ def sparse_mla_forward(
         k_start=k_start,
         k_end=k_end,
         share_keys=share_keys,
+        window_kv=window_kv,
+        window=window,
+        w_start=w_start,
+        w_end=w_end,
         backend=backend,
     )
 
@@ -90,12 +99,18 @@ def _sparse_mla_backward_fake(
     need_dkv: bool = True,
     indices_ascending: bool = False,
     share_keys: bool = False,
+    window_kv: Tensor | None = None,
+    window: int | None = None,
+    w_start: Tensor | None = None,
+    w_end: Tensor | None = None,
+    need_d_window_kv: bool = True,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq = q.new_empty(q.shape if need_dq else (0,))
     dkv = kv.new_empty(kv.shape if need_dkv else (0,), dtype=_dkv_dtype(dkv_dtype))
     d_sink = q.new_empty((q.shape[1] if attn_sink is not None else 0,), dtype=torch.float32)
-    return dq, dkv, d_sink
+    of_window = window_kv.shape if window_kv is not None and need_d_window_kv else (0,)
+    return dq, dkv, d_sink, kv.new_empty(of_window, dtype=_dkv_dtype(dkv_dtype))
 
 
 @operator("sparse_mla_backward", _sparse_mla_backward_fake)
@@ -121,8 +136,13 @@ def _sparse_mla_backward(
     need_dkv: bool = True,
     indices_ascending: bool = False,
     share_keys: bool = False,
+    window_kv: Tensor | None = None,
+    window: int | None = None,
+    w_start: Tensor | None = None,
+    w_end: Tensor | None = None,
+    need_d_window_kv: bool = True,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None, so a gradient that was not requested is an empty tensor here."""
     gradients = _backward(
         *(d_out, q, kv, indices, out, lse, sm_scale, d_v),
@@ -139,13 +159,19 @@ def _sparse_mla_backward(
         need_dkv=need_dkv,
         indices_ascending=indices_ascending,
         share_keys=share_keys,
+        window_kv=window_kv,
+        window=window,
+        w_start=w_start,
+        w_end=w_end,
+        need_d_window_kv=need_d_window_kv,
         backend=backend,
     )
-    dtypes = (q.dtype, _dkv_dtype(dkv_dtype), torch.float32)
-    dq, dkv, d_sink = (
-        q.new_empty(0, dtype=dtype) if g is None else g for g, dtype in zip(gradients, dtypes, strict=True)
+    of_keys = _dkv_dtype(dkv_dtype)
+    dq, dkv, d_sink, d_window_kv = (
+        q.new_empty(0, dtype=dtype) if g is None else g
+        for g, dtype in zip_longest(gradients, (q.dtype, of_keys, torch.float32, of_keys))
     )
-    return dq, dkv, d_sink
+    return dq, dkv, d_sink, d_window_kv
 
 
 no_gradient("sparse_mla_backward")
@@ -162,21 +188,26 @@ def sparse_mla_backward(
     d_v: int = 512,
     *,
     attn_sink: Tensor | None = None,
+    window_kv: Tensor | None = None,
     need_dq: bool = True,
     need_dkv: bool = True,
+    need_d_window_kv: bool = True,
     dkv_dtype: str | torch.dtype = "float32",
     **options: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `sparse_mla`: (dq, dkv, d_sink). A gradient is None if it is not needed, d_sink also without a sink.
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `sparse_mla`: (dq, dkv, d_sink), with window_kv (dq, dkv, d_sink, d_window_kv).
 
-    d_out is like out, [s_q, h_q, d_v]; `out` and `lse` are the forward's results; q, kv and indices as there. dq has
-    q's dtype, dkv `dkv_dtype`, float32 or bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`,
+    A gradient is None if it is not needed, d_sink also without a sink. d_out is like out, [s_q, h_q, d_v]; `out` and
+    `lse` are the forward's results; q, kv and indices as there. dq has q's dtype, dkv and d_window_kv have `dkv_dtype`,
+    float32 or bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, window, w_start, w_end,
     indices_ascending, share_keys, deterministic, backend.
     """
-    options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
+    options |= {"attn_sink": attn_sink, "window_kv": window_kv}
+    options |= {"need_dq": need_dq, "need_dkv": need_dkv, "need_d_window_kv": need_d_window_kv}
     options["dkv_dtype"] = _dkv_dtype_name(dkv_dtype)
-    dq, dkv, d_sink = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
-    return dq if need_dq else None, dkv if need_dkv else None, None if attn_sink is None else d_sink
+    dq, dkv, d_sink, d_window_kv = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
+    gradients = dq if need_dq else None, dkv if need_dkv else None, None if attn_sink is None else d_sink
+    return gradients if window_kv is None else (*gradients, d_window_kv if need_d_window_kv else None)
 
 
 def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -195,17 +226,23 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
         k_end,
         ctx.indices_ascending,
         ctx.share_keys,
+        window_kv,
+        ctx.window,
+        w_start,
+        w_end,
         ctx.backend,
     ) = inputs
     out, max_logits, lse = output
-    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end)
+    masks = topk_length, q_positions, k_start, k_end, w_start, w_end
+    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, window_kv, *masks)
     ctx.mark_non_differentiable(max_logits, lse)
 
 
 def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
-    q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end = ctx.saved_tensors
+    q, kv, indices, out, lse, attn_sink, window_kv, *masks = ctx.saved_tensors
+    topk_length, q_positions, k_start, k_end, w_start, w_end = masks
     needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch omits trailing defaults
-    dq, dkv, d_sink = sparse_mla_backward(
+    dq, dkv, d_sink, *of_window = sparse_mla_backward(
         *(contiguous_rows(d_out), q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
         attn_sink=attn_sink,
         topk_length=topk_length,
@@ -219,9 +256,16 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
         need_dkv=1 in needed,
         indices_ascending=ctx.indices_ascending,
         share_keys=ctx.share_keys,
+        window_kv=window_kv,
+        window=ctx.window,
+        w_start=w_start,
+        w_end=w_end,
+        need_d_window_kv=14 in needed,
         backend=ctx.backend,
     )
-    return dq, dkv, None, None, None, d_sink if 5 in needed else None, *(None,) * 9
+    d_window_kv = of_window[0] if of_window else None
+    d_sink = d_sink if 5 in needed else None
+    return dq, dkv, None, None, None, d_sink, *(None,) * 8, d_window_kv, *(None,) * 4
 
 
 differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla)
@@ -243,6 +287,10 @@ def sparse_mla(
     k_end: Tensor | None = None,
     indices_ascending: bool = False,
     share_keys: bool = False,
+    window_kv: Tensor | None = None,
+    window: int | None = None,
+    w_start: Tensor | None = None,
+    w_end: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query over the keys in its row of `indices`: MLA in its multi-query form.
@@ -263,18 +311,24 @@ def sparse_mla(
         share_keys: a hint that neighbouring queries select mostly the same keys. If there are at most 32 heads, a GPU
             may then process neighbouring queries together, forward and backward, where that is less work. The last bits
             of results and dq may then depend on the neighbouring queries, and a NaN or infinity in a key reaches all
-            queries that are processed together with one that selects it.
+            queries that are processed together with one that selects it. It has no effect with a window.
+        window_kv: [s_w, d_qk] or [s_w, 1, d_qk], q's dtype: keys that a query attends besides, in one softmax. Query s
+            sees its last `window` rows t with lo ≤ t < hi. Masks and indices speak of kv alone.
+        window: the most window keys that a query sees; given together with window_kv.
+        w_start, w_end: int32 [s_q], both or neither: lo and hi, clamped to 0 … s_w. For packed documents `key_ranges`
+            of their cu_seqlens computes them. Without them lo = 0 and hi = s_w − s_q + s + 1: the queries are the last
+            rows.
 
     Returns:
-        out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
-        max_logits and lse carry no gradient.
+        out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv, window_kv and
+        attn_sink; max_logits and lse carry no gradient.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or device.
     """
     return sparse_mla_forward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
-        indices_ascending, share_keys, backend,
+        indices_ascending, share_keys, window_kv, window, w_start, w_end, backend,
     )  # fmt: skip
 
 
@@ -299,12 +353,14 @@ def attention_distribution(
     normalize: str = "none",
     backend: str | None = None,
     indices_ascending: bool = False,
+    attn_sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of each selected key, summed over the heads: float32 [s_q, topk]; without indices for all keys, [s_q,
     s_kv]. Carries no gradient.
 
-    q, kv, indices and masks as in `sparse_mla`; lse, float32 [s_q, h_q], is its result. normalize "l1" divides each row
-    by its sum (rows of zeros stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
+    q, kv, indices and masks as in `sparse_mla`; lse, float32 [s_q, h_q], is its result, with or without window keys.
+    attn_sink, float32 [h_q]: log(exp(lse) + exp(attn_sink)) is in lse's place. normalize "l1" divides each row by its
+    sum (rows of zeros stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
     """
     result: Tensor = _distribution(
         *(q, kv, indices, lse, sm_scale),
@@ -316,6 +372,7 @@ def attention_distribution(
         k_end=k_end,
         normalize=normalize,
         indices_ascending=indices_ascending,
+        attn_sink=attn_sink,
         backend=backend,
     )
     return result
