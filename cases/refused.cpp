@@ -281,19 +281,22 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_forward",
        "sm80",
        {
-           {"needs a call without window_kv", WINDOW_CASES},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1 "
             "window_many_queries_fp32 window_tiles_dense_fp32 window_tiles_fp32"},
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+           {"needs rows of q and kv 16-byte aligned",
+            "key_ranges_h_q_40 masks_h_q_40 strided window_unaligned_h_q_20 window_unaligned_h_q_40"},
        }},
       {"sparse_mla_forward",
        "sm100",
        {
-           {"needs a call without window_kv", WINDOW_CASES},
+           {"needs a call without window_kv",
+            WINDOW_CASES " window_boxes window_boxes_extreme_rows_h_q_100 window_boxes_nan_seen window_d_qk_576_h_q_40 "
+                         "window_large_scores_h_q_20 "
+                         "window_unaligned_h_q_20 window_unaligned_h_q_40"},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "
@@ -306,7 +309,6 @@ const std::vector<Refusals>& all_refusals() {
       {"sparse_mla_forward",
        "sm90",
        {
-           {"needs a call without window_kv", WINDOW_CASES},
            {"needs bfloat16 q and kv",
             "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
             "invalid_indices_fp32 key_ranges_fp32 "

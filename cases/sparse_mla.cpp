@@ -74,6 +74,23 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
   }
 }
 
+void fill_listed_indices(Array& indices, Random& random, const SparseMla& p) {
+  const std::int64_t selectable = p.s_kv - p.s_w, selected = p.topk - p.listed;
+  std::vector<std::int64_t> keys(static_cast<std::size_t>(selectable));
+  std::iota(keys.begin(), keys.end(), 0);
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const auto set = [&](std::int64_t i, std::int64_t key) { indices.set(s * p.topk + i, static_cast<double>(key)); };
+    for (std::int64_t i = 0; i < p.listed; ++i) set(i, p.s_kv - p.s_q + s + 1 - p.listed + i);
+    const std::int64_t seen =
+        p.positions == SparseMla::Positions::kNone ? selectable : (p.q_start + s + 1) / p.kv_stride;
+    for (std::int64_t i = 0; i < selected; ++i) {
+      if (p.positions == SparseMla::Positions::kNone)
+        std::swap(keys[static_cast<std::size_t>(i)], keys[static_cast<std::size_t>(i + random.below(selectable - i))]);
+      set(p.listed + i, i < seen ? keys[static_cast<std::size_t>(i)] : -1);
+    }
+  }
+}
+
 std::int64_t length(const SparseMlaInputs& in, std::int64_t s) {
   const std::int64_t topk = in.problem.topk;
   return in.topk_length == nullptr
@@ -91,7 +108,7 @@ bool visible(const SparseMlaInputs& in, std::int64_t s, std::int64_t key) {
     start = static_cast<std::int64_t>(in.k_start->get(s));
     if (key < start || key >= static_cast<std::int64_t>(in.k_end->get(s))) return false;
   }
-  if (in.problem.positions == SparseMla::Positions::kNone) return true;
+  if (in.problem.positions == SparseMla::Positions::kNone || in.problem.listed > 0) return true;
   const std::int64_t position =
       in.q_positions != nullptr ? static_cast<std::int64_t>(in.q_positions->get(s)) : in.problem.q_start + s;
   return (key - start + 1) * in.problem.kv_stride <= position + 1;
@@ -166,7 +183,10 @@ SelectionArgs SparseMlaInputs::selection() const {
                           .kv_stride = problem.kv_stride,
                           .k_start = view_of(k_start),
                           .k_end = view_of(k_end)};
-  if (problem.positions == SparseMla::Positions::kStart) selection.q_start = problem.q_start;
+  if (problem.listed > 0)
+    selection.kv_stride = 1;  // the index rows have only visible keys
+  else if (problem.positions == SparseMla::Positions::kStart)
+    selection.q_start = problem.q_start;
   return selection;
 }
 
@@ -247,7 +267,7 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   if (p.constant) in.q->fill(8), in.kv->fill(-8);
   if (p.indices != SparseMla::Indices::kAbsent) {
     in.indices = &add_array(instance, p, "indices", DType::kInt32, {p.s_q, 1, p.topk});
-    fill_indices(*in.indices, random, p);
+    p.listed > 0 ? fill_listed_indices(*in.indices, random, p) : fill_indices(*in.indices, random, p);
   }
   if (p.sink != SparseMla::Sink::kNone) {
     in.attn_sink = &instance.add({"attn_sink", DType::kFloat32, {p.h_q}});
@@ -747,6 +767,32 @@ void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem) {
   for (std::int64_t i = 0; i < lse.size(); ++i) lse.set(i, mean + 0.1 * random.normal());
 }
 
+Settings sparse_mla_window_settings() {
+  return {{"window", "0"}, {"listed", "0"}, {"dense", "0"}, {"kv_stride", "0"}, {"q_start", "0"}};
+}
+
+namespace {
+
+SparseMla with_window(SparseMla p, const Settings& settings) {
+  const std::int64_t window = number(settings, "window");
+  if (number(settings, "dense") != 0) p.indices = SparseMla::Indices::kAbsent, p.topk = p.s_kv;
+  if (number(settings, "kv_stride") != 0) {
+    p.positions = SparseMla::Positions::kStart;
+    p.kv_stride = number(settings, "kv_stride"), p.q_start = number(settings, "q_start");
+  }
+  if (window == 0) return p;
+  p.s_w = p.s_q + window - 1;
+  if (number(settings, "listed") == 0) {
+    p.window = window;
+  } else {
+    p.indices = SparseMla::Indices::kDistinct;
+    p.listed = window, p.s_kv += p.s_w, p.topk += window;
+  }
+  return p;
+}
+
+}  // namespace
+
 SparseMla sparse_mla_from(const Settings& settings) {
   const std::string& dtype = settings.at("dtype");
   if (dtype != "bf16" && dtype != "fp32")
@@ -764,7 +810,7 @@ SparseMla sparse_mla_from(const Settings& settings) {
       .nan_elsewhere = false};
   p.sm_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.d_qk, 1))));
   p.q_size = 1;
-  return p;
+  return settings.contains("window") ? with_window(p, settings) : p;
 }
 
 }  // namespace hopwell::cases

@@ -45,6 +45,9 @@ struct SparseMla {
     kExtreme,   // extreme values of int32, then packed documents
     kDocuments  // packed documents
   } window_rows = WindowRows::kLast;
+  // The first entries of an index row are this many window keys, which are the last s_w rows of kv; then distinct keys,
+  // or with positions the visible ones. The same work as with window_kv, for comparisons.
+  std::int64_t listed = 0;
   bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects, and of window_kv that
                               // no query sees
   double planted = 0;         // if not 0: NaN or an infinity, in one element of a seen row of window_kv, or, without a
@@ -75,6 +78,10 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::in
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes();
 std::vector<std::pair<std::string, Settings>> sparse_mla_device_shapes();
 SparseMla sparse_mla_from(const Settings& settings);
+// Settings of a window, which sparse_mla_from understands; the defaults are a call without one. `window`: each query
+// sees this many keys. `listed` 1: not by window_kv, but in an index table over all rows. `dense` 1: instead of topk
+// keys of each index row, all visible keys. `kv_stride`, `q_start`: the masks, if kv_stride is not 0.
+Settings sparse_mla_window_settings();
 
 // Typical lse of a forward for inputs of variance 1 and sm_scale d_qk^-0.5, with some spread.
 void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem);

@@ -80,6 +80,38 @@ std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
   return all;
 }
 
+// More windows: whole tiles of window keys, which Hopper's kernel for 64 heads copies as boxes, and rows of any
+// alignment.
+std::vector<std::pair<std::string, SparseMla>> more_window_problems() {
+  using Sink = SparseMla::Sink;
+  const SparseMla boxes{.s_q = 12,
+                        .s_kv = 100,
+                        .h_q = 64,
+                        .d_qk = 512,
+                        .topk = 70,
+                        .indices = SparseMla::Indices::kInvalid,
+                        .sink = Sink::kAny,
+                        .window = 200,
+                        .s_w = 150};
+  std::vector<std::pair<std::string, SparseMla>> all;
+  const auto add = [&](const std::string& name, const auto& change) {
+    change(all.emplace_back("window_" + name, boxes).second);
+  };
+  add("boxes", [](SparseMla&) {});
+  add("boxes_extreme_rows_h_q_100", [](SparseMla& p) {
+    p.h_q = 100, p.lengths = true, p.window = 130, p.window_rows = SparseMla::WindowRows::kExtreme;
+  });
+  add("boxes_nan_seen", [](SparseMla& p) {
+    p.s_q = 4, p.topk = 5, p.window = 64, p.s_w = 67, p.planted = std::numeric_limits<double>::quiet_NaN();
+  });
+  add("d_qk_576_h_q_40", [](SparseMla& p) { p.h_q = 40, p.d_qk = 576, p.topk = 170, p.window = 130; });
+  add("large_scores_h_q_20", [](SparseMla& p) { p.h_q = 20, p.topk = 170, p.q_size = 200; });
+  for (const std::int64_t h_q : {20, 40})
+    add("unaligned_h_q_" + std::to_string(h_q),
+        [h_q](SparseMla& p) { p.h_q = h_q, p.topk = 170, p.window = 70, p.strided = true; });
+  return all;
+}
+
 }  // namespace
 
 Suite sparse_mla_forward() {
@@ -87,7 +119,7 @@ Suite sparse_mla_forward() {
   const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options = {}) -> Case& {
     return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, options); });
   };
-  for (const auto& problems : {sparse_mla_problems(), sparse_mla_window_problems()})
+  for (const auto& problems : {sparse_mla_problems(), sparse_mla_window_problems(), more_window_problems()})
     for (const auto& [name, problem] : problems) add(name, problem);
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)
@@ -95,7 +127,10 @@ Suite sparse_mla_forward() {
   for (const auto& [name, problem] : sparse_mla_query_problems({16, 32, 64, 128})) add(name, problem).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems()) add(name, problem).device_only = true;
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
-    for (auto& [name, settings] : *shapes) settings["share_keys"] = "0";
+    for (auto& [name, settings] : *shapes) {
+      settings["share_keys"] = "0";
+      settings.merge(sparse_mla_window_settings());
+    }
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, sparse_mla_from(settings), {.share_keys = number(settings, "share_keys") != 0, .timed = true});
   };

@@ -6,6 +6,7 @@
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/softmax.hpp"
 #include "tile/gpu/views.hpp"
+#include "tile/gpu/window.hpp"
 #include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
@@ -47,6 +48,33 @@ inline Params params_of(const Problem& problem) {
   p.out_aligned = tile::rows_aligned(problem.out, 2);
   p.scale_log2 = tile::log2_scale(problem.sm_scale);
   return p;
+}
+
+// Parameters with window keys, for kernels of their own.
+struct WindowParams : Params {
+  Window window;
+  const bf16* window_kv;       // [s_w, d_qk]
+  int64_t window_kv_stride_s;  // elements
+};
+
+inline WindowParams params_with_window(const Problem& problem) {
+  WindowParams p{params_of(problem), problem.window, problem.window_kv.as<const bf16>(), problem.window_kv.stride[0]};
+  p.aligned = p.aligned && tile::rows_aligned(problem.window_kv, 1);
+  return p;
+}
+
+// The entries of a query.
+HOPWELL_DEVICE tile::Entries entries_of(const Params& p, int query) { return tile::entries_of(p.selection, query); }
+HOPWELL_DEVICE tile::WindowEntries entries_of(const WindowParams& p, int query) {
+  return tile::entries_of(p.selection, p.window, query);
+}
+
+// The row of a key number.
+HOPWELL_DEVICE const bf16* row_of(const Params& p, int key) { return p.kv + key * p.kv_stride_s; }
+HOPWELL_DEVICE const bf16* row_of(const WindowParams& p, int key) {
+  const bool of_window = key >= p.selection.s_kv;
+  const int row = of_window ? key - p.selection.s_kv : key;
+  return (of_window ? p.window_kv : p.kv) + row * (of_window ? p.window_kv_stride_s : p.kv_stride_s);
 }
 
 // Final scale of a head's output: 1 / sum, smaller with a sink; 0 if there is no valid key. `weight`: factor that

@@ -7,16 +7,16 @@ namespace {
 
 runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   using runtime::Unsupported;
-  if (p.window) return Unsupported{"needs a call without window_kv"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};
   if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1))
     return Unsupported{"needs rows of q and kv 16-byte aligned"};
+  if (p.window && !tile::rows_aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
   if (!tile::rows_aligned(p.out, 2, 4)) return Unsupported{"needs rows of out 4-byte aligned"};
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q > 16 * 65535)
-    return Unsupported{"needs s_q, s_kv and topk below 2^31, h_q at most 1048560"};
+  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk + p.window.most_keys() >= kLimit || p.h_q > 16 * 65535)
+    return Unsupported{"needs s_q, s_kv and topk (with the window's keys) below 2^31, h_q at most 1048560"};
   return runtime::NoPlan{};
 }
 
@@ -27,7 +27,11 @@ void launch_with_width(const Problem& problem, Stream stream) {
                static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
       .threads = Config::kThreads,
       .shared_bytes = sizeof(SharedStorage<kDqk>)};
-  runtime::launch("sparse_mla_forward", kernel<kDqk>, shape, stream, params_of(problem));
+  constexpr const char* kName = "sparse_mla_forward";
+  if (problem.window)
+    runtime::launch(kName, kernel<kDqk, WindowParams>, shape, stream, params_with_window(problem));
+  else
+    runtime::launch(kName, kernel<kDqk, Params>, shape, stream, params_of(problem));
 }
 
 void launch(const Problem& problem, Stream stream) {

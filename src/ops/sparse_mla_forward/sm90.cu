@@ -1,47 +1,18 @@
 // sparse_mla_forward for Hopper: supported problems, and the kernels' launch.
-#include "ops/sparse_mla_forward/plan.hpp"
-#include "ops/sparse_mla_forward/sm90/few_heads.hpp"
-#include "ops/sparse_mla_forward/sm90/many_heads.hpp"
-#include "runtime/launch.hpp"
+#include "ops/sparse_mla_forward/sm90/kernel.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-constexpr const char* kName = "sparse_mla_forward";
-
 runtime::PlanOr<Plan> plan(const Problem& p) {
   using runtime::Unsupported;
-  if (p.window) return Unsupported{"needs a call without window_kv"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};
-  if (!runtime::fit_in_ints({p.s_q, p.s_kv, p.topk, p.h_q, p.s_q * ((p.h_q + 63) / 64)}))
-    return Unsupported{"needs s_q, s_kv, topk, h_q and s_q · h_q / 64 below 2^31 - 1024"};
+  const std::int64_t keys = p.s_kv + p.window.s_w, keys_of_query = p.topk + p.window.most_keys();
+  if (!runtime::fit_in_ints({p.s_q, keys, keys_of_query, p.h_q, p.s_q * ((p.h_q + 63) / 64)}))
+    return Unsupported{"needs s_q, s_kv, topk (both with the window's), h_q and s_q · h_q / 64 below 2^31 - 1024"};
   return plan_of(p);
-}
-
-// Roles of the warpgroups. The two math warpgroups run the same instructions.
-enum class Role { math_0, math_1, gather };
-
-template <class Storage>
-__global__ void __launch_bounds__(Storage::kThreads, 1)
-    kernel(const __grid_constant__ typename Storage::KernelParams p) {
-#if HOPWELL_HAS_SM90A
-  constexpr bool kAfterMerge = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
-  auto& s = arch::dynamic_smem<Storage>();
-  if constexpr (kAfterMerge) tile::launch_dependents();
-  if (arch::thread_index() == 0) initialise(s);
-  arch::syncthreads();
-  if constexpr (kAfterMerge) tile::wait_for_prior_kernels();
-  const int warpgroup = arch::warpgroup_index();
-  if (Role{warpgroup} == Role::gather) {
-    arch::setmaxnreg_dec<Storage::kGatherRegisters>();
-    gather(p, s);
-  } else {
-    arch::setmaxnreg_inc<Storage::kMathRegisters>();
-    math(p, s, warpgroup);
-  }
-#endif
 }
 
 // Merge parameters. A group pays if a step of the kernel for many heads times the length of the union is less than a
@@ -67,45 +38,31 @@ void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, voi
   p.h_q *= p.members;
 }
 
-template <class Storage>
-void launch_kernel(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  typename Storage::KernelParams p{params_of(problem)};
-  arch::LaunchShape shape = runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage));
-  if constexpr (std::is_same_v<decltype(p), GroupedParams>) {
-    take_groups(p, problem, plan, workspace, Storage::kOfGroups);
-    shape.programmatic_dependency = problem.device.has_dependent_launches();
-  }
-  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
-  p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
-  runtime::launch(kName, kernel<Storage>, shape, stream, p);
-}
-
 // Launches the kernel for groups that pay, then the kernel for the ungrouped queries.
 template <int kDqk>
-void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace, const Params& params, Stream stream) {
   ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups,
                                            merge_params_of(problem, plan, workspace), stream);
-  launch_kernel<many_heads::SharedStorage<kDqk, true>>(problem, plan_of_groups(problem, plan), workspace, stream);
-  if (plan.tile_heads == 16)
-    launch_kernel<few_heads::SharedStorage<16, kDqk, true>>(problem, plan, workspace, stream);
-  else
-    launch_kernel<few_heads::SharedStorage<32, kDqk, true>>(problem, plan, workspace, stream);
+  GroupedParams groups{params}, others{params};
+  take_groups(groups, problem, plan, workspace, true);
+  take_groups(others, problem, plan, workspace, false);
+  launch_kernel<many_heads::SharedStorage<kDqk, GroupedParams>>(problem, plan_of_groups(problem, plan), groups, stream);
+  launch_for_few_heads<kDqk>(problem, plan, others, stream);
 }
 
 template <int kDqk>
 void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  Params p = params_of(problem);
+  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
   if (plan.groups.count > 0)
-    launch_in_groups<kDqk>(problem, plan, workspace, stream);
-  else if (plan.tile_heads == 16)
-    launch_kernel<few_heads::SharedStorage<16, kDqk>>(problem, plan, workspace, stream);
-  else if (plan.tile_heads == 32)
-    launch_kernel<few_heads::SharedStorage<32, kDqk>>(problem, plan, workspace, stream);
+    launch_in_groups<kDqk>(problem, plan, workspace, p, stream);
   else
-    launch_kernel<many_heads::SharedStorage<kDqk>>(problem, plan, workspace, stream);
+    launch_for_heads<kDqk>(problem, plan, p, stream);
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
+  if (problem.window) return launch_with_window(problem, plan, stream);
   const auto launch_it = problem.d_qk == 576 ? launch_with_width<576> : launch_with_width<512>;
   launch_it(problem, plan, workspace, stream);
 }

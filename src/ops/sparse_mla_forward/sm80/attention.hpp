@@ -23,8 +23,6 @@
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
-using tile::Entries;
-
 struct Config {
   static constexpr int kHeads = 16, kKeys = 32, kDv = 512, kStages = 2, kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kDvOfWarp = kDv / kWarps;
@@ -50,12 +48,12 @@ HOPWELL_DEVICE void copy_row(bf16 (&to)[kDqk + 8], const bf16* row, bool valid, 
 }
 
 // Starts the copies of 32 entries' keys. Some entries may be invalid.
-template <int kDqk>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const Entries& entries, int step) {
+template <int kDqk, class KernelParams, class Entries>
+HOPWELL_DEVICE void gather(const KernelParams& p, SharedStorage<kDqk>& s, const Entries& entries, int step) {
   const int row = arch::thread_index() / 4, thread = arch::thread_index() % 4, stage = step % Config::kStages;
   const int key = entries.key(step * Config::kKeys + row);
   const bool valid = key >= 0;
-  copy_row<kDqk, 4>(s.keys[stage][row], valid ? p.kv + key * p.kv_stride_s : p.kv, valid, thread);
+  copy_row<kDqk, 4>(s.keys[stage][row], valid ? row_of(p, key) : p.kv, valid, thread);
   if (thread == 0) s.valid[stage][row] = valid;
 }
 
@@ -172,12 +170,12 @@ HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, in
   }
 }
 
-template <int kDqk>
-__global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant__ Params p) {
+template <int kDqk, class KernelParams>
+__global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant__ KernelParams p) {
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const arch::BlockIndex block = arch::block_index_3d();
   const int query = block.x, first_head = block.y * Config::kHeads;
-  const Entries entries = tile::entries_of(p.selection, query);
+  const auto entries = entries_of(p, query);
   const int steps = entries.tiles(Config::kKeys);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}};
   float out[16][4] = {};

@@ -32,10 +32,10 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace few_heads {
 
-// kRest: the kernel for ungrouped queries.
-template <int kHeads_, int kDqk_, bool kRest = false>
+// With GroupedParams, the kernel for ungrouped queries.
+template <int kHeads_, int kDqk_, class KernelParams_ = Params>
 struct SharedStorage {
-  using KernelParams = std::conditional_t<kRest, GroupedParams, Params>;
+  using KernelParams = KernelParams_;
   static constexpr bool kOfGroups = false;
   static constexpr int kHeads = kHeads_, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 216, kGatherRegisters = 72;

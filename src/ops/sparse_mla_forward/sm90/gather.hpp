@@ -11,8 +11,10 @@
 
 #include <bit>
 #include <type_traits>
+#include <utility>
 
 #include "arch/sm90/mbarrier.hpp"
+#include "arch/sm90/tma.hpp"
 #include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
 #include "tile/gpu/gather.hpp"
@@ -31,6 +33,12 @@ struct GroupedParams : Params {
   int members;               // members of a group
   int heads_of_member;       // heads of one member; h_q is the number of heads of all members
   uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
+};
+
+// Parameters of the kernel that copies Q, and tiles of window rows only, by tensor copies. All rows are aligned.
+struct BoxParams : WindowParams {
+  arch::TensorMap window_rows;  // boxes of 64 columns of 64 rows of window_kv
+  arch::TensorMap heads;        // boxes of 64 columns of 64 heads of a query
 };
 
 // Query that owns row `row` of a group tile. Padding rows belong to the last query.
@@ -87,14 +95,17 @@ template <class KernelParams>
 using TilesOfCta = std::conditional_t<std::is_same_v<KernelParams, GroupedParams>, OwnTiles, AllTiles>;
 
 // A query and a tile of its heads. At least one step, so that every tile produces a result.
+template <class KernelParams>
 struct WorkTile {
   int query, first_head, steps;
-  tile::Entries entries;
+  decltype(entries_of(std::declval<KernelParams>(), 0)) entries;
 };
 
-HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads, int keys_of_step) {
+template <class KernelParams>
+HOPWELL_DEVICE WorkTile<KernelParams> work_tile_of(const KernelParams& p, uint32_t number, int heads,
+                                                   int keys_of_step) {
   const int query = int(number / uint32_t(p.head_tiles));
-  const tile::Entries entries = tile::entries_of(p.selection, query);
+  const auto entries = entries_of(p, query);
   const int steps = (entries.length + keys_of_step - 1) / keys_of_step;
   return {query, int(number % uint32_t(p.head_tiles)) * heads, steps > 0 ? steps : 1, entries};
 }
@@ -112,18 +123,33 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
-// Offset of the row of a key, or kNoRow if the key is not visible. In 16-byte chunks from the first row:
-// tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add. For unaligned rows,
-// the offset is in rows.
+// Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
+// from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
+// For unaligned rows, the offset is in rows. With window keys it is the key number, because the rows of two tensors may
+// lie any distance apart.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
-HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
-  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
+HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
+  return entries.counts(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
+}
+template <bool kAligned>
+HOPWELL_DEVICE uint32_t row_of_entry(const WindowParams&, const tile::WindowEntries& entries, int i, int key) {
+  return entries.counts(i, key) ? uint32_t(key) : kNoRow;
+}
+// Source of a lane's chunk of a row. The source of an invalid row must not be read.
+template <bool kAligned>
+HOPWELL_DEVICE const bf16* source_of(const Params& p, uint32_t row, bool valid, uint32_t chunk) {
+  return kAligned ? p.kv + uint64_t{row + chunk} * 8 : p.kv + (valid ? int64_t{row} * p.kv_stride_s : 0) + chunk * 8;
+}
+template <bool kAligned>
+HOPWELL_DEVICE const bf16* source_of(const WindowParams& p, uint32_t row, bool, uint32_t chunk) {
+  return row_of(p, int(row)) + chunk * 8;
 }
 
 // Member mask of the key of entry i; for groups.
 template <class Storage>
-HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const WorkTile& work, int i) {
+HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p,
+                                  const WorkTile<typename Storage::KernelParams>& work, int i) {
   if constexpr (Storage::kOfGroups)
     return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
   else
@@ -167,8 +193,7 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
   }
 }
 
-// Sources of a lane's copies for 4 · kQuads rows: a 16-byte chunk, lane % 8, of every panel of rows 4 i + lane / 8. The
-// source of an invalid row must not be read.
+// Sources of a lane's copies for 4 · kQuads rows: a 16-byte chunk, lane % 8, of every panel of rows 4 i + lane / 8.
 template <int kQuads>
 struct RowSources {
   const bf16* source[kQuads];
@@ -196,24 +221,23 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
                                          panels);
 }
 
-// Computes the sources for rows of kv. Lanes hold the offsets of their keys' rows; lane `first` holds the first row of
-// quad 0.
-template <bool kAligned, int kQuads>
-HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_t row_of_lane, int first) {
+// Computes the sources for rows of keys. Lanes hold the offsets of their keys' rows; lane `first` holds the first row
+// of quad 0.
+template <bool kAligned, int kQuads, class KernelParams>
+HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const KernelParams& p, uint32_t row_of_lane, int first) {
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;
   HOPWELL_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
     rows.valid[i] = row != kNoRow;
-    rows.source[i] = kAligned ? p.kv + uint64_t{row + chunk} * 8
-                              : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride_s : 0) + chunk * 8;
+    rows.source[i] = source_of<kAligned>(p, row, rows.valid[i], chunk);
   }
 }
 // Starts the copies of some panels of a warp's rows of a stage. If not all sources fit in `rows` (panel by panel),
 // computes the sources here, kQuads quads at a time.
-template <bool kAligned, int kRows, int kQuads>
-HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane, int first,
-                              PanelGroup panels) {
+template <bool kAligned, int kRows, int kQuads, class KernelParams>
+HOPWELL_DEVICE void copy_rows(const KernelParams& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane,
+                              int first, PanelGroup panels) {
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
   HOPWELL_NO_UNROLL
   for (int quad = 0; quad < kRows / 4; quad += kQuads) {
@@ -238,6 +262,42 @@ HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const b
   }
 }
 
+// The same by tensor copies, executed by one thread. `full`: barrier that counts the bytes.
+template <class Storage>
+HOPWELL_DEVICE void copy_heads_as_boxes(const BoxParams& p, Storage& s, int query, int first_head,
+                                        uint32_t empty_parity, arch::mbarrier& full) {
+  arch::mbarrier_wait(s.q_empty, empty_parity);
+  arch::mbarrier_expect_tx(full, sizeof(s.q[0]));
+  HOPWELL_NO_UNROLL
+  for (int panel = 0; panel < Storage::kDqk / 64; ++panel)
+    arch::tma_load<3>(arch::shared_address(s.q[0]) + uint32_t(panel) * tile::kPanelBytes, p.heads,
+                      {panel * tile::kPanelColumns, first_head, query}, full);
+}
+
+// Fetches the heads of a work tile into L2, executed by all gather warps: from there their copy takes no longer than the
+// last products and the output of the query before.
+template <class Storage>
+HOPWELL_DEVICE void prefetch_heads(const BoxParams& p, uint32_t number, int warp) {
+  constexpr int kLine = 64, kLines = Storage::kDqk / kLine;  // elements of a line, lines of a head
+  const int query = int(number / uint32_t(p.head_tiles)),
+            first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads;
+  HOPWELL_NO_UNROLL
+  for (int line = 32 * warp + arch::lane_index(); line < Storage::kHeads * kLines; line += 128) {
+    const int head = first_head + line / kLines;
+    if (head < p.h_q) arch::prefetch_l2(p.q + query * p.q_stride_s + head * p.q_stride_h + line % kLines * kLine);
+  }
+}
+
+// Copies panels of a tile of 64 window rows by tensor copies, executed by one thread.
+HOPWELL_DEVICE void copy_rows_as_boxes(const BoxParams& p, uint32_t to, int row, PanelGroup panels,
+                                       arch::mbarrier& full) {
+  arch::mbarrier_expect_tx(full, uint32_t(panels.count) * tile::kPanelBytes);
+  HOPWELL_NO_UNROLL
+  for (int panel = panels.first; panel < panels.first + panels.count; ++panel)
+    arch::tma_load<2>(to + uint32_t(panel) * tile::kPanelBytes, p.window_rows, {panel * tile::kPanelColumns, row},
+                      full);
+}
+
 // Sum of exponentials of 16 keys. A lane has the keys with one value of c: see above. `value(j, b)`: of key 8 j + 2 c +
 // b.
 template <class Value>
@@ -259,6 +319,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   // Unaligned rows are copied through registers; the sources of all rows of a one-stage warp would not fit.
   constexpr int kQuads = kAligned ? kRows / 4 : 4;
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
+  constexpr bool kBoxes = std::is_same_v<typename Storage::KernelParams, BoxParams>;
   const int lane = arch::lane_index(), part_of_rows = warp % kWarps, first_stage = warp / kWarps;
   const int at_once = Storage::queries_at_once(p), self = at_once == 1 ? 0 : first_stage;
   const int keys_of_step = kStages * kKeys / at_once;
@@ -268,7 +329,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   uint32_t number = tiles.first(p, uint32_t(arch::block_index() + self * arch::grid_size()), stride);
   if (number >= p.work_tiles) return;
   uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that release the next copies' space
-  WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
+  auto work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
   int key = work.entries.at(entry);
   constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   uint32_t own = 0;  // the next work tile, if tiles are skipped
@@ -279,14 +340,20 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     if constexpr (kSkips) own = tiles.next(p, number, stride);
     const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
+    [[maybe_unused]] const int query = work.query;  // `work` may be the next one when Q is copied
     bool first = first_stage == self;
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
-      const uint32_t row = row_of_key<kAligned>(p, work.entries.visible, key);
+      const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, holders);
+      int window_row = 0, window_rows = 0;  // first window row of this step, and how many follow
+      if constexpr (kBoxes) {
+        window_row = int(work.entries.window.first) - p.selection.s_kv + (next - entry);
+        window_rows = int(work.entries.window.count) - (next - entry);
+      }
       next += keys_of_step;
-      if (left == 1 && following() < p.work_tiles) {
+      if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
         next = entry;
       }
@@ -295,6 +362,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
+        [[maybe_unused]] const bool leads = part_of_rows == 0 && lane == 0;
+        const bool is_box = kBoxes && window_rows >= kKeys * (n + 1);
         RowSources<kQuads> rows;
         if (!kPanelByPanel) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
@@ -305,14 +374,33 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
             if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
+            if constexpr (kBoxes) {
+              if (is_box) {
+                if (leads) copy_rows_as_boxes(p, to, window_row + kKeys * n, Storage::panels(i), slot.full(part));
+                continue;
+              }
+            }
             copy_rows<kAligned, kRows>(p, to, rows, row, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;
           first = false;
+          if constexpr (kBoxes) {
+            if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
+            continue;
+          }
           copy_heads<kAligned, kPanelByPanel>(
               p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
               q_empty_parity);
+        }
+      }
+      if constexpr (kBoxes) {
+        if (left == 2 && following() < p.work_tiles) prefetch_heads<Storage>(p, following(), warp);
+        if (left == 1 &&
+            following() < p.work_tiles) {  // after the copies: reading the next query's lists may take long
+          work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
+          next = entry;
+          key = work.entries.at(next);
         }
       }
     }
@@ -323,7 +411,10 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
 
 template <class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s) {
-  p.aligned ? gather<true>(p, s, arch::warp_index() % 4) : gather<false>(p, s, arch::warp_index() % 4);
+  if constexpr (std::is_same_v<typename Storage::KernelParams, BoxParams>)
+    gather<true>(p, s, arch::warp_index() % 4);
+  else
+    p.aligned ? gather<true>(p, s, arch::warp_index() % 4) : gather<false>(p, s, arch::warp_index() % 4);
 }
 
 #endif

@@ -39,13 +39,22 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
-template <int kDqk_, bool kOfGroups_ = false>
-struct SharedStorage {
-  static constexpr bool kOfGroups = kOfGroups_;
-  using KernelParams = std::conditional_t<kOfGroups, GroupedParams, Params>;
+// Remaining steps of the query from this tile on, written by each gather warp, so that the math warps need not read the
+// query's lists.
+struct StepsOfTiles {
+  int steps[kStages][4];
+};
+struct Nothing {};
+
+// With GroupedParams, the kernel for groups.
+template <int kDqk_, class KernelParams_ = Params>
+struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, StepsOfTiles, Nothing> {
+  using KernelParams = KernelParams_;
+  static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
+  static constexpr bool kBoxes = std::is_same_v<KernelParams, BoxParams>;
   using ValidRows = std::conditional_t<kOfGroups, uint16_t[tile::kMostMembers][4], uint32_t[4]>;
   static constexpr int kHeads = 64, kDqk = kDqk_;
-  static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
+  static constexpr int kThreads = 384, kMathRegisters = kBoxes ? 216 : 224, kGatherRegisters = kBoxes ? 72 : 56;
   static constexpr int kStagesOfWarp = 2;  // stages that a gather warp copies to
   // A tile is released in groups of panels, and waited for in two parts.
   static constexpr int kGroups = 4 + (kDqk > 512), kRopeGroup = 2, kParts = 2;
@@ -73,6 +82,9 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
+
+template <class Storage>
+using WorkTileOf = WorkTile<typename Storage::KernelParams>;
 
 // Softmax state of a thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: row_max and maximum in
 // units of log 2, and the sum over the thread's own columns.
@@ -258,8 +270,9 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
 
 // Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self, const WorkTile& work,
-                                   uint32_t parity, const SoftmaxState& state, float (&scale)[2]) {
+HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
+                                   const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
+                                   float (&scale)[2]) {
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
   HOPWELL_UNROLL
@@ -313,11 +326,45 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
+// Writes this warpgroup's half of the output, a panel at a time, without the space of a tile: the next query's tiles may
+// arrive meanwhile. A panel is staged in the space of this warpgroup's P, which the other warpgroup has read before it
+// sent its sums. Each warp handles its own 16 rows, as in its P.
+template <class Storage>
+HOPWELL_DEVICE void store_out_by_panels(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
+                                        const float (&out)[2][64], const float (&scale)[2]) {
+  static_assert(Storage::kDqk == 512, "the space of P is not a panel of keys");
+  const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
+  const uint32_t place = arch::shared_address(s.keys[self]) + 8 * tile::kPanelBytes;
+  const int first_head = work.first_head + int(first + lane / 8);
+  bf16* const target = p.out + work.query * p.out_stride_s + first_head * p.out_stride_h + 256 * self + lane % 8 * 8;
+  HOPWELL_UNROLL
+  for (int panel = 0; panel < 4; ++panel) {
+    HOPWELL_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      uint32_t words[4];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float* sums = &out[panel / 2][panel % 2 * 32 + 8 * n + 2 * i];
+        words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
+      }
+      arch::stmatrix(place + tile::swizzled(first + lane % 16, uint32_t(2 * n) + lane / 16), words);
+    }
+    arch::syncwarp();
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const arch::Words4 words =
+          arch::load_shared_v4(place + tile::swizzled(first + uint32_t(4 * i) + lane / 8, lane % 8));
+      if (first_head + 4 * i < p.h_q) arch::store_streaming(target + 4 * i * p.out_stride_h + panel * 64, words);
+    }
+    arch::syncwarp();
+  }
+}
+
 // Writes this warpgroup's half of the output: stages it in the space of its half of tile B, stores whole rows, then
 // releases the space. Each warp handles its own 16 rows.
 template <class Storage>
-HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTile& work, const float (&out)[2][64],
-                              const float (&scale)[2]) {
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
+                              const float (&out)[2][64], const float (&scale)[2]) {
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
   const uint32_t place = arch::shared_address(s.keys[1]) + uint32_t(self) * 4 * tile::kPanelBytes;
   HOPWELL_UNROLL
@@ -353,19 +400,25 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
 // Whether tile B of a step has keys. Unions of groups have any length; if tile B of the last step is empty, its
 // products are skipped. Rows of single queries are mostly whole steps.
 template <class Storage>
-HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
+HOPWELL_DEVICE bool has_second_tile(const WorkTileOf<Storage>& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
 }
 
 // Work tile of a math warpgroup. The number of keys of a group is already known.
 template <class Storage, class Tiles>
-HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32_t number) {
+HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelParams& p, const Tiles& tiles,
+                                                uint32_t number) {
   constexpr int kKeysOfStep = kStages * kKeys;
   if constexpr (Storage::kOfGroups) {
-    WorkTile work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
+    WorkTileOf<Storage> work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
     work.entries.length = tiles.keys_of_tile();
     work.steps = work.entries.tiles(kKeysOfStep);
     return work;
+  } else if constexpr (Storage::kBoxes) {  // the gather tells the number of steps
+    return {.query = int(number / uint32_t(p.head_tiles)),
+            .first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads,
+            .steps = 1,
+            .entries = {}};
   } else {
     return work_tile_of(p, number, Storage::kHeads, kKeysOfStep);
   }
@@ -381,7 +434,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
   HOPWELL_NO_UNROLL
   for (uint32_t number = tiles.first(p, uint32_t(arch::block_index()), uint32_t(arch::grid_size()));
        number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
-    const WorkTile work = present_tile<Storage>(p, tiles, number);
+    auto work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     // The low warpgroup waits for the first part of tile A and fences it before S, while the previous products execute.
@@ -400,6 +453,9 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       Mask<Storage> mask;
       const auto prepare_softmax = [&] {
         mask.read(p, s.valid[self], row);
+        if constexpr (Storage::kBoxes) {
+          if (i == 0) work.steps = s.steps[self][0];
+        }
         if (self == 0) return;
         arch::mbarrier_wait(s.reference_full, parity);
         take_reference(s, 0, row, state, remote_factor);
@@ -424,21 +480,24 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
         }
         if (stage == 0 || has_second_tile<Storage>(work, i))
           multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
-                          i < work.steps - 1 || stage == 0, [&] {
+                          Storage::kBoxes || i < work.steps - 1 || stage == 0, [&] {
                             if (self == 0 && stage == 1 && i < work.steps - 1) await_tile(parity ^ 1);
                           });
       }
     }
     float scale[2];
     finish_softmax(p, s, self, work, work_parity, state, scale);
-    store_out(p, s, self, work, out, scale);
+    if constexpr (Storage::kBoxes)
+      store_out_by_panels(p, s, self, work, out, scale);
+    else
+      store_out(p, s, self, work, out, scale);
   }
 }
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
-template <int kDqk, bool kOfGroups>
-HOPWELL_DEVICE void initialise(SharedStorage<kDqk, kOfGroups>& s) {
+template <int kDqk, class KernelParams>
+HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
   arch::mbarrier_init(s.q_empty, 2 * kWarps);
   s.key_ring.init(kGatherThreads, kWarps, kWarps);

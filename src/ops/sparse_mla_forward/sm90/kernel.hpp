@@ -1,0 +1,65 @@
+// sparse_mla_forward for Hopper: the function of all kernels, and its launch.
+#pragma once
+
+#include "ops/sparse_mla_forward/plan.hpp"
+#include "ops/sparse_mla_forward/sm90/few_heads.hpp"
+#include "ops/sparse_mla_forward/sm90/many_heads.hpp"
+#include "runtime/launch.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+
+inline constexpr const char* kName = "sparse_mla_forward";
+
+// Roles of the warpgroups. The two math warpgroups run the same instructions.
+enum class Role { math_0, math_1, gather };
+
+template <class Storage>
+__global__ void __launch_bounds__(Storage::kThreads, 1)
+    kernel(const __grid_constant__ typename Storage::KernelParams p) {
+#if HOPWELL_HAS_SM90A
+  constexpr bool kAfterMerge = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
+  auto& s = arch::dynamic_smem<Storage>();
+  if constexpr (kAfterMerge) tile::launch_dependents();
+  if (arch::thread_index() == 0) initialise(s);
+  arch::syncthreads();
+  if constexpr (kAfterMerge) tile::wait_for_prior_kernels();
+  const int warpgroup = arch::warpgroup_index();
+  if (Role{warpgroup} == Role::gather) {
+    arch::setmaxnreg_dec<Storage::kGatherRegisters>();
+    gather(p, s);
+  } else {
+    arch::setmaxnreg_inc<Storage::kMathRegisters>();
+    math(p, s, warpgroup);
+  }
+#endif
+}
+
+template <class Storage>
+void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::KernelParams p, Stream stream) {
+  arch::LaunchShape shape = runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage));
+  if constexpr (std::is_same_v<decltype(p), GroupedParams>)
+    shape.programmatic_dependency = problem.device.has_dependent_launches();
+  p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
+  runtime::launch(kName, kernel<Storage>, shape, stream, p);
+}
+
+// Chooses the kernel for the number of heads.
+template <int kDqk, class KernelParams>
+void launch_for_few_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+  if (plan.tile_heads == 16)
+    launch_kernel<few_heads::SharedStorage<16, kDqk, KernelParams>>(problem, plan, p, stream);
+  else
+    launch_kernel<few_heads::SharedStorage<32, kDqk, KernelParams>>(problem, plan, p, stream);
+}
+template <int kDqk, class KernelParams>
+void launch_for_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+  if (plan.tile_heads < 64)
+    launch_for_few_heads<kDqk>(problem, plan, p, stream);
+  else
+    launch_kernel<many_heads::SharedStorage<kDqk, KernelParams>>(problem, plan, p, stream);
+}
+
+// In sm90/window.cu, because kernels with window keys are compiled apart.
+void launch_with_window(const Problem& problem, const Plan& plan, Stream stream);
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

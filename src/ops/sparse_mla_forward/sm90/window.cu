@@ -1,0 +1,35 @@
+// The kernels for Hopper with window keys.
+#include "ops/sparse_mla_forward/sm90/kernel.hpp"
+#include "tile/gpu/tensor_map.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+namespace {
+
+// Whether the kernel for 64 heads can use tensor copies.
+bool takes_boxes(const Problem& problem, const WindowParams& p) {
+  return p.aligned && p.out_aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.window_kv, {0});
+}
+
+BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) {
+  constexpr auto kSwizzle = arch::Swizzle::bytes128;
+  constexpr std::uint32_t kHeads = many_heads::SharedStorage<512, BoxParams>::kHeads;
+  BoxParams p{params, {}, tile::map_of(problem.q, {{2, tile::kPanelColumns}, {1, kHeads}, {0, 1}}, kSwizzle)};
+  // A tile has 64 window rows. With fewer there is no box, and perhaps no tensor.
+  if (problem.window.s_w >= kKeys)
+    p.window_rows = tile::map_of(problem.window_kv, {{1, tile::kPanelColumns}, {0, kKeys}}, kSwizzle);
+  return p;
+}
+
+}  // namespace
+
+void launch_with_window(const Problem& problem, const Plan& plan, Stream stream) {
+  const WindowParams p = params_with_window(problem);
+  if (problem.d_qk == 576)
+    launch_for_heads<576>(problem, plan, p, stream);
+  else if (plan.tile_heads == 64 && takes_boxes(problem, p))
+    launch_kernel<many_heads::SharedStorage<512, BoxParams>>(problem, plan, params_with_boxes(problem, p), stream);
+  else
+    launch_for_heads<512>(problem, plan, p, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET
