@@ -425,14 +425,6 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
     launch.template operator()<false, false>();
 }
 
-inline void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true, Params>>(
-        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
-  };
-  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
-}
-
 template <class P>
 void launch_singles(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const bool wide = problem.d_qk == 576, few_heads = problem.h_q <= 32;
