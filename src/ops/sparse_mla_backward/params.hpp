@@ -89,12 +89,11 @@ HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const
   return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
 }
 
-// Offset of a key's row from kv, in elements; 0 if the key is negative. Not a pointer: nvcc then folds the offsets of the
-// columns into the instructions.
-HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return key < 0 ? 0 : int64_t{key} * p.kv_stride_s; }
+// Offset of a key's row from kv, in elements. Not a pointer: nvcc then folds the offsets of columns into instructions.
+HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return int64_t{key} * p.kv_stride_s; }
 HOPWELL_DEVICE int64_t row_offset(const WindowParams& p, int key) {
   const bool of_window = key >= p.selection.s_kv;
-  const int64_t of_key = key < 0 ? 0 : int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
+  const int64_t of_key = int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
   return of_window ? p.window_offset + of_key : of_key;
 }
 

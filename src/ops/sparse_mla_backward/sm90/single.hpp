@@ -92,7 +92,7 @@ HOPWELL_DEVICE void copy_panels(const P& p, SharedStorage<kDqk>& s, const int (&
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + row_offset(p, keys[m]) + 8 * chunk;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : row_offset(p, keys[m])) + 8 * chunk;
     const uint32_t target = arch::shared_address(s.keys) + tile::swizzled(t / 8 + 16 * m, chunk);
     HOPWELL_UNROLL
     for (int panel = kFirst; panel < kFirst + kCount; ++panel)
