@@ -294,7 +294,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"needs a call without window_kv",
-            WINDOW_CASES " window_boxes window_boxes_extreme_rows_h_q_100 window_boxes_nan_seen window_d_qk_576_h_q_40 "
+            WINDOW_CASES " window_boxes window_boxes_dense window_boxes_dense_ranges window_boxes_extreme_rows_h_q_100 "
+                         "window_boxes_nan_seen window_d_qk_576_h_q_40 "
                          "window_large_scores_h_q_20 "
                          "window_unaligned_h_q_20 window_unaligned_h_q_40"},
            {"needs bfloat16 q and kv",

@@ -290,7 +290,9 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   }
   if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
   if (p.window > 0) {
-    in.window_kv = &add_array(instance, p, "window_kv", p.dtype, {p.s_w, 1, p.d_qk}).fill_normal(random);
+    SparseMla of_window = p;
+    of_window.gap += 8;  // another row stride than kv's
+    in.window_kv = &add_array(instance, of_window, "window_kv", p.dtype, {p.s_w, 1, p.d_qk}).fill_normal(random);
     if (p.window_rows != SparseMla::WindowRows::kLast) add_window_rows(instance, in);
   }
   plant_nan(in);

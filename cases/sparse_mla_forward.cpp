@@ -104,6 +104,12 @@ std::vector<std::pair<std::string, SparseMla>> more_window_problems() {
   add("boxes_nan_seen", [](SparseMla& p) {
     p.s_q = 4, p.topk = 5, p.window = 64, p.s_w = 67, p.planted = std::numeric_limits<double>::quiet_NaN();
   });
+  const auto dense = [](SparseMla& p) {  // whole tiles of keys of kv too
+    p.s_kv = p.topk = 200, p.indices = SparseMla::Indices::kAbsent, p.window = 64;
+    p.positions = SparseMla::Positions::kStart, p.q_start = 390, p.kv_stride = 3;
+  };
+  add("boxes_dense", dense);
+  add("boxes_dense_ranges", [dense](SparseMla& p) { dense(p), p.h_q = 100, p.ranges = true; });
   add("d_qk_576_h_q_40", [](SparseMla& p) { p.h_q = 40, p.d_qk = 576, p.topk = 170, p.window = 130; });
   add("large_scores_h_q_20", [](SparseMla& p) { p.h_q = 20, p.topk = 170, p.q_size = 200; });
   for (const std::int64_t h_q : {20, 40})

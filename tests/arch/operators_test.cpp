@@ -227,18 +227,18 @@ const Subject kSubjects[] = {
      {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"},
      3,
      6},
-    // Window keys: the kernels for few heads and for many with d_qk 576, unaligned rows.
+    // Window keys: the kernels for few heads, also with unaligned rows, and for many with d_qk 576.
     {"sparse_mla_forward_sm90_window",
      "emu:sm90",
      cases::sparse_mla_forward,
-     {"window_large_scores_h_q_20", "window_d_qk_576_h_q_40", "window_unaligned_h_q_40"},
+     {"window_large_scores_h_q_20", "window_d_qk_576_h_q_40", "window_unaligned_h_q_20"},
      3,
      6},
-    // Tensor copies of Q and of tiles of window keys, several queries per CTA, row_max changes.
+    // Tensor copies of Q and of tiles of consecutive keys, several queries per CTA, row_max changes.
     {"sparse_mla_forward_sm90_window_boxes",
      "emu:sm90",
      cases::sparse_mla_forward,
-     {"window_boxes", "window_boxes_extreme_rows_h_q_100", "window_large_scores_h_q_64"},
+     {"window_boxes", "window_boxes_dense", "window_boxes_extreme_rows_h_q_100", "window_large_scores_h_q_64"},
      3,
      8},
     // Groups that wrap around the ring, several per CTA, row_max changes, and ungrouped queries.

@@ -53,8 +53,17 @@ def _sparse(rng: Rng, dtype: str) -> dict[str, Any]:
     }
 
 
+def _window(rng: Rng, dtype: str) -> dict[str, Any]:
+    return {
+        "window_kv": _normal(rng, (17, 1, 40), dtype),
+        "window": 6,
+        "w_start": rng.integers(-2, 9, 5).astype(np.int32),
+        "w_end": rng.integers(3, 20, 5).astype(np.int32),
+    }
+
+
 def sparse_mla_forward(rng: Rng, dtype: str) -> Call:
-    arguments = _sparse(rng, dtype) | {"d_v": 24, "attn_sink": _normal(rng, (3,), "float32")}
+    arguments = _sparse(rng, dtype) | {"d_v": 24, "attn_sink": _normal(rng, (3,), "float32")} | _window(rng, dtype)
     outputs = ("out", "max_logits", "lse")
     return Call("sparse_mla_forward", arguments, (_bound(dtype), 1e-5, 1e-5), outputs)
 
@@ -68,13 +77,13 @@ def sparse_mla_backward(rng: Rng, dtype: str) -> Call:
         "lse": lse.astype(np.float32),
     }
     # The given lse is rounded to fp32, which moves p by as much: not a matter of the operator.
-    return Call("sparse_mla_backward", arguments, (_bound(dtype), _bound(dtype), _bound(dtype)), ("dq", "dkv"))
+    return Call("sparse_mla_backward", arguments, (_bound(dtype),) * 4, ("dq", "dkv", "d_window_kv"))
 
 
 def attention_distribution(rng: Rng, dtype: str) -> Call:
     arguments = _sparse(rng, dtype)
-    _, _, lse = reference.sparse_mla_forward(**arguments, d_v=1)
-    arguments |= {"lse": lse.astype(np.float32), "normalize": "l1"}
+    _, _, lse = reference.sparse_mla_forward(**arguments, **_window(rng, dtype), d_v=1)
+    arguments |= {"lse": lse.astype(np.float32), "normalize": "l1", "attn_sink": _normal(rng, (3,), "float32")}
     return Call("attention_distribution", arguments, (2e-3,), ("out",))
 
 
@@ -244,6 +253,8 @@ def indexer_dense_loss(rng: Rng, dtype: str) -> Call:
         "weights": _normal(rng, (5, 3), "float32", 0.1),
         "row_weights": rng.uniform(0.5, 2, 5).astype(np.float32),
         "d_loss": 0.5,
+        "attn_sink": _normal(rng, (3,), "float32"),
+        "normalize": "l1",
     }
     return Call("indexer_dense_loss", arguments, (1e-4, _bound(dtype), 1e-4, 1e-4))
 

@@ -34,9 +34,11 @@ def visible_to(masks: dict[str, Any], s_q: int, s_kv: int) -> torch.Tensor:
     return seen
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("masks", MASKS)
-def test_loss_and_gradients_equal_autograd(rng: Generator, masks: dict[str, Any], relu: bool) -> None:
+def test_loss_and_gradients_equal_autograd(rng: Generator, masks: dict[str, Any], relu: bool, joint: bool) -> None:
+    """`joint`: the target is the keys' share of a softmax over window keys and a sink too, divided by its sum."""
     s_q, s_kv, h_q, d_qk, heads, d = 5, 9, 3, 6, 2, 4
     q, kv, scale = rng.standard_normal((s_q, h_q, d_qk)), rng.standard_normal((s_kv, d_qk)), 0.4
     index = [rng.standard_normal(shape) for shape in ((s_q, heads, d), (s_kv, d), (s_q, heads))]
@@ -48,6 +50,16 @@ def test_loss_and_gradients_equal_autograd(rng: Generator, masks: dict[str, Any]
     score = score.masked_fill(~seen[:, None], -torch.inf)
     lse = torch.where(seen.any(1)[:, None], score.logsumexp(-1), torch.inf)
     target = torch.exp(score - lse[:, :, None]).mean(1)
+    joint_options: dict[str, Any] = {}
+    lse_given = lse.numpy()
+    if joint:
+        sink, of_window = rng.standard_normal(h_q), rng.standard_normal((s_q, h_q))
+        lse_given = np.logaddexp(np.where(np.isposinf(lse_given), -np.inf, lse_given), of_window)
+        total = np.logaddexp(lse_given, sink)
+        target = torch.exp(score - torch.from_numpy(total)[:, :, None]).sum(1)
+        sums = target.sum(1, keepdim=True)
+        target = target / torch.where(sums == 0, 1.0, sums)
+        joint_options = {"attn_sink": sink, "normalize": "l1"}
     leaves = [torch.from_numpy(np.nan_to_num(x)).requires_grad_() for x in index]
     dots = torch.einsum("sjd,td->sjt", leaves[0], leaves[1])
     scores = (leaves[2][:, :, None] * (dots.relu() if relu else dots)).sum(1)
@@ -64,10 +76,13 @@ def test_loss_and_gradients_equal_autograd(rng: Generator, masks: dict[str, Any]
     )
     assert_close(out, values)
     attn = reference.attention_distribution(q, kv, None, reference_lse, scale, **masks)
-    assert_close(attn, target * h_q)
+    if not joint:
+        assert_close(attn, target * h_q)
     row_loss = np.full(s_q, np.nan)
     options = {"row_weights": row_weights, "relu": relu, "row_loss": row_loss}
-    loss, *actual = reference.indexer_dense_loss(q, kv, reference_lse, *index, scale, d_loss=-2.5, **options, **masks)
+    options |= joint_options | {"d_loss": -2.5}
+    given_lse = lse_given if joint else reference_lse
+    loss, *actual = reference.indexer_dense_loss(q, kv, given_lse, *index, scale, **options, **masks)
     assert_close(loss, expected.detach())
     assert_close(row_loss, [float(row.detach()) for row in rows])
     for got, wanted in zip(actual, gradients, strict=True):

@@ -130,6 +130,119 @@ def test_mla_forward_and_backward_equal_dense_autograd(rng: Generator, masks: di
     assert_close(reference.attention_distribution(**shared, lse=lse, normalize="l1", **masks), normalised)
 
 
+WINDOWS: list[dict[str, Any]] = [
+    {"window": 3, "s_w": 5},
+    {"window": 1, "s_w": 11},
+    {"window": 128, "s_w": 3},
+    {"window": 2, "s_w": 0},
+    {
+        "window": 2,
+        "s_w": 8,
+        "w_start": np.array([0, INT_MIN, 4, INT_MAX, 6], np.int32),
+        "w_end": np.array([8, INT_MAX, 3, INT_MIN, 7], np.int32),
+    },
+    {
+        "window": 4,
+        "s_w": 7,
+        "w_start": np.array([3, 3, 0, 7, -9], np.int32),
+        "w_end": np.array([4, 7, 0, 9, 2], np.int32),
+    },
+]
+
+
+def window_rows(window: dict[str, Any], s_q: int) -> np.ndarray:
+    """Which rows of window_kv each query sees, [s_q, s_w], row by row from the words of the contract."""
+    s_w = window["s_w"]
+    seen = np.zeros((s_q, s_w), bool)
+    for s in range(s_q):
+        low, high = (int(window[name][s]) if name in window else None for name in ("w_start", "w_end"))
+        low = 0 if low is None else min(max(low, 0), s_w)
+        high = min(max(s_w - s_q + s + 1 if high is None else high, 0), s_w)
+        for t in range(s_w):
+            seen[s, t] = max(low, high - window["window"]) <= t < high
+    return seen
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("masks", MASKS[::3])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_mla_with_window_keys_equals_dense_autograd(
+    rng: Generator, window: dict[str, Any], masks: dict[str, Any], with_sink: bool
+) -> None:
+    """One softmax over the window keys, the selected keys and the sink. Rows that no query sees hold NaN."""
+    problem, d_v, s_w = mla_problem(rng), 4, window["s_w"]
+    sink = rng.standard_normal(3) if with_sink else None
+    seen = window_rows(window, 5)
+    window_kv = rng.standard_normal((s_w, 1, 6))
+    count = torch.cat([multiplicity(problem["indices"], 9, masks), torch.from_numpy(seen[:, None] * 1.0)], dim=2)
+
+    q, kv, wkv = (torch.from_numpy(x).requires_grad_() for x in (problem["q"], problem["kv"], window_kv))
+    torch_sink = None if sink is None else torch.from_numpy(sink).requires_grad_()
+    expected = dense_mla(q, torch.cat([kv, wkv]), count, 0.5, d_v, torch_sink)
+    d_out = rng.standard_normal(expected.shape)
+    leaves = [q, kv, wkv] + ([] if torch_sink is None else [torch_sink])
+    d_q, d_kv, d_window_kv, *d_sinks = torch.autograd.grad(expected, leaves, torch.from_numpy(d_out))
+
+    given = {name: value for name, value in window.items() if name != "s_w"}
+    given |= {"window_kv": np.where(seen.any(0)[:, None, None], window_kv, np.nan), **masks}
+    out, max_logits, lse = reference.sparse_mla_forward(**problem, d_v=d_v, attn_sink=sink, **given)
+    assert_close(out, expected.detach())
+    score = 0.5 * torch.einsum("shd,td->sht", q, torch.cat([kv, wkv])[:, 0]).detach()
+    alive = (count.sum(dim=(1, 2)) > 0).numpy()
+    assert_close(max_logits, torch.where(count > 0, score, -INF).amax(-1))
+    assert_close(lse[alive], torch.logsumexp(score + torch.log(count), -1)[torch.from_numpy(alive)])
+    assert np.all(lse[~alive] == INF)
+
+    attn = np.full((5, 7), np.nan)
+    options = {"d_v": d_v, "attn_sink": sink, "attn": attn, "attn_with_sink": with_sink, **given}
+    gradients = reference.sparse_mla_backward(d_out, out=out, lse=lse, **problem, **options)
+    wanted = d_q, d_kv, d_sinks[0] if with_sink else None, d_window_kv
+    for actual, gradient in zip(gradients, wanted, strict=True):
+        assert (actual is None) == (gradient is None)
+        if gradient is not None:
+            assert_close(actual, gradient)
+
+    # attn has the keys of kv alone, with a share of the softmax over everything.
+    of_all = lse if sink is None else np.where(np.isposinf(lse), INF, np.logaddexp(lse, sink))
+    wanted_attn = np.zeros((5, 7))
+    for s, i in itertools.product(range(5), range(7)):
+        single = np.full((5, 7), -1, dtype=np.int32)
+        single[s, i] = problem["indices"][s, 0, i]
+        if multiplicity(single, 9, masks).sum():
+            wanted_attn[s, i] = np.exp(score[s, :, single[s, i]].numpy() - of_all[s]).sum()
+    assert_close(attn, wanted_attn)
+    shared = {name: problem[name] for name in ("q", "kv", "indices", "sm_scale")} | {"lse": lse, **masks}
+    assert_close(reference.attention_distribution(**shared, attn_sink=sink), wanted_attn)
+
+
+def test_mla_without_keys_of_kv_is_the_window_alone(rng: Generator) -> None:
+    q, keys = rng.standard_normal((4, 3, 6)), rng.standard_normal((6, 6))
+    nothing, own = np.zeros((0, 6)), np.arange(2, 6, dtype=np.int32)  # the queries are the last rows
+    window: dict[str, Any] = {"window_kv": keys, "window": 2}
+    expected = reference.sparse_mla_forward(q, keys, None, 0.5, 4, k_start=own - 1, k_end=own + 1)
+    for kv, indices in ((nothing, None), (keys, np.zeros((4, 0), np.int32))):
+        for got, wanted in zip(reference.sparse_mla_forward(q, kv, indices, 0.5, 4, **window), expected, strict=True):
+            assert_close(got, wanted)
+
+
+def test_mla_accumulates_into_both_gradients_of_keys(rng: Generator) -> None:
+    problem, d_v = mla_problem(rng), 4
+    problem |= {"window_kv": rng.standard_normal((7, 6)), "window": 3, "d_v": d_v}
+    out, _, lse = reference.sparse_mla_forward(**problem)
+    given = problem | {"d_out": rng.standard_normal(out.shape), "out": out, "lse": lse}
+    _, dkv, _, d_window_kv = reference.sparse_mla_backward(**given)
+    assert dkv is not None and d_window_kv is not None
+    starts = [rng.standard_normal(x.shape).astype(np.float32) for x in (dkv, d_window_kv)]
+    sums = [start.copy() for start in starts]
+    reference.sparse_mla_backward(**given, dkv=sums[0], d_window_kv=sums[1], accumulate=True)
+    for total, start, gradient in zip(sums, starts, (dkv, d_window_kv), strict=True):
+        np.testing.assert_array_equal(total, (start + gradient).astype(np.float32))
+    *_, none = reference.sparse_mla_backward(**given, need_d_window_kv=False)
+    assert none is None
+    with pytest.raises(ValueError, match="sparse_mla_backward: d_window_kv must be a float32 array"):
+        reference.sparse_mla_backward(**given, dkv=sums[0], accumulate=True)
+
+
 @pytest.mark.parametrize("positions", [False, True])
 def test_mla_of_packed_documents_equals_a_loop_over_them(rng: Generator, positions: bool) -> None:
     """Whose keys their queries see up to their own, as a range or by a position that counts from the document's start;
@@ -325,6 +438,12 @@ def test_mla_empty_work(rng: Generator, s_q: int, topk: int, s_kv: int) -> None:
         ({"k_start": np.zeros(4, np.int32), "k_end": np.zeros(5, np.int32)}, r"k_start must be \[s_q\] = \[5\]"),
         ({"k_start": np.zeros(5, np.int32), "k_end": np.zeros(5)}, "k_end must be int32; got float64"),
         ({"out": np.zeros((5, 3, 5))}, "out must be"),
+        ({"window": 3}, "window must be given together with window_kv"),
+        ({"window_kv": np.zeros((4, 6))}, "window must be given together with window_kv"),
+        ({"window_kv": np.zeros((4, 6)), "window": 0}, "window must be at least 1; got 0"),
+        ({"window_kv": np.zeros((4, 5)), "window": 2}, "window_kv must be"),
+        ({"w_start": np.zeros(5, np.int32), "w_end": np.zeros(5, np.int32)}, "w_start must be absent"),
+        ({"window_kv": np.zeros((4, 6)), "window": 2, "w_end": np.zeros(5, np.int32)}, "w_start must be given"),
     ],
 )
 def test_mla_bad_arguments(rng: Generator, change: dict[str, Any], message: str) -> None:

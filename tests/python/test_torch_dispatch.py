@@ -39,6 +39,17 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         backward = (torch.randn_like(out), q.detach(), kv.detach(), inputs["indices"], out, lse, 0.5, 12)
         samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, *ranges, True, name)
         samples[f"sparse_mla_forward {name}, hints"] = (q, kv, *rest, sink, *(None,) * 3, 1, None, None, True, True)
+        window = (
+            torch.randn(12, 20).to(dtype),
+            3,
+            torch.arange(9, dtype=torch.int32),
+            torch.full((9,), 9, dtype=torch.int32),
+        )
+        options: tuple[Any, ...] = *(None,) * 3, 1, None, None, False, False
+        leaf = window[0].clone().requires_grad_()
+        samples[f"sparse_mla_forward {name}, window"] = (q, kv, *rest, sink, *options, leaf, *window[1:])
+        options = *(None,) * 3, 1, None, None, True, name, True, True, False, False
+        samples[f"sparse_mla_backward {name}, window"] = (*backward, None, *options, *window)
         samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)
         index = indexer_inputs(dtype)
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
@@ -167,6 +178,9 @@ def test_compiled_decode() -> None:
         ({"sm_scale": float("nan")}, "sparse_mla_forward: sm_scale"),
         ({"attn_sink": torch.randn(4)}, "sparse_mla_forward: attn_sink"),
         ({"k_start": torch.zeros(9, dtype=torch.int32)}, "sparse_mla_forward: k_start and k_end"),
+        ({"window": 3}, "sparse_mla_forward: window_kv and window"),
+        ({"window_kv": torch.randn(4, 20), "window": 0}, "sparse_mla_forward: window must be at least 1"),
+        ({"window_kv": torch.randn(4, 21), "window": 1}, "sparse_mla_forward: window_kv"),
         ({"backend": "abacus"}, "sparse_mla_forward: backend"),
     ],
 )

@@ -40,10 +40,30 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
         "kv_stride": 2,
     },
     "q_start, kv_stride": lambda: {"q_start": 3, "kv_stride": 2, "attn_sink": torch.randn(5)},
+    "window": lambda: {"window_kv": torch.randn(11, 20), "window": 4},
+    "window of documents": lambda: {
+        "window_kv": torch.randn(9, 1, 20),
+        "window": 3,
+        **dict(zip(("w_start", "w_end"), hw.key_ranges(torch.tensor([0, 4, 4, 9])), strict=True)),
+        "q_start": 3,
+        "kv_stride": 4,
+        "attn_sink": torch.randn(5),
+    },
 }
 
 
-def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+def window_count(inputs: dict[str, Any], s_q: int) -> Tensor:
+    """1 for each window key that a query sees, [s_q, s_w]."""
+    s_w = len(inputs["window_kv"])
+    row = torch.arange(s_w)
+    end = inputs.get("w_end", torch.arange(s_w - s_q, s_w) + 1)[:, None]
+    seen = (row < end) & (row >= end - inputs["window"])
+    return (seen & (row >= inputs["w_start"][:, None]) if "w_start" in inputs else seen).double()
+
+
+def dense_attention(
+    q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str, Any], window_kv: Tensor | None = None
+) -> Tensor:
     """sparse_mla's out in float64 in plain PyTorch, from the definition: one weight per key, times its number of
     entries.
     """
@@ -63,6 +83,9 @@ def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str
         valid &= (indices - first + 1) * inputs.get("kv_stride", 1) <= positions[:, None].long() + 1
     count = torch.zeros(s_q, len(kv), dtype=torch.float64)
     count.scatter_add_(1, torch.where(valid, indices, 0), valid.double())
+    if window_kv is not None:
+        kv = torch.cat([kv, window_kv.flatten(0, -2)])
+        count = torch.cat([count, window_count(inputs, s_q)], dim=1)
     weight = torch.einsum("shd,td->sht", q, kv).mul(inputs["sm_scale"]).exp() * count[:, None]
     total = weight.sum(-1, keepdim=True)
     if sink is not None:
@@ -75,7 +98,10 @@ def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
     inputs = sparse_inputs(dtype) | MASKS[mask]()
-    leaves = [inputs[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in inputs]
+    if "window_kv" in inputs:
+        inputs["window_kv"] = inputs["window_kv"].to(dtype)
+    names = [name for name in ("q", "kv", "attn_sink", "window_kv") if name in inputs]
+    leaves = [inputs[name].requires_grad_() for name in names]
     out, max_logits, lse = hw.sparse_mla(**inputs)
     assert out.dtype == dtype
     assert not max_logits.requires_grad
@@ -84,14 +110,15 @@ def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
     gradients = torch.autograd.grad(out, leaves, d_out)
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = dense_attention(exact[0], exact[1], exact[2] if len(exact) > 2 else None, inputs)
+    of = dict(zip(names, exact, strict=True))
+    expected = dense_attention(of["q"], of["kv"], of.get("attn_sink"), inputs, of.get("window_kv"))
     assert norm_error(out.detach(), expected.detach()) <= GRADIENT_TOLERANCE[dtype]
     if dtype == torch.float32:
         expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
     else:  # delta is computed from the rounded out: if gradients nearly cancel, autograd with the exact out differs
         given = [x.detach().double().numpy() for x in (d_out, inputs["q"], inputs["kv"])]
         rest = {
-            name: x.detach().numpy() if isinstance(x, Tensor) else x
+            name: (x.double() if x.is_floating_point() else x).detach().numpy() if isinstance(x, Tensor) else x
             for name, x in inputs.items()
             if name not in ("q", "kv", "indices", "sm_scale", "d_v")
         }

@@ -139,6 +139,72 @@ class SparseMla:
                 assert same_bits(self.whole[name][queries], mine[:, : self.topk]), what
 
 
+class Window:
+    """A problem with window keys, and calls for some of its queries and heads, in which window_kv begins elsewhere."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.rng, self.backend, self.device = rng, backend, device_of(backend)
+        self.h_q = int(rng.choice((20, 64, 128)))
+        small = rng.integers(2) or backend != "cpu"
+        self.s_q, self.topk, s_kv = (7, 60, 150) if small else (20, 600, 700)
+        self.window = int(rng.choice((3, 40, 70, 128)))
+        self.dense = bool(rng.integers(2))
+        if self.dense:
+            s_kv = self.topk
+        self.s_w = self.s_q + int(rng.integers(100))
+        self.q, self.kv = random(rng, self.s_q, self.h_q, 512), random(rng, s_kv, 512)
+        self.window_kv, self.d_out = random(rng, self.s_w, 512), random(rng, self.s_q, self.h_q, 512)
+        chosen = rng.integers(-9, s_kv, (self.s_q, self.topk)).astype(np.int32)
+        self.indices = None if self.dense else torch.from_numpy(chosen)
+        self.sink = random(rng, self.h_q).float()
+        self.k_end = torch.from_numpy(rng.integers(0, s_kv + 1, self.s_q).astype(np.int32))
+        # Documents of window keys, whose queries are the last rows, as without w_start and w_end.
+        end = np.arange(self.s_w - self.s_q, self.s_w) + 1
+        start = np.maximum(end - rng.integers(1, 150, self.s_q), 0) if rng.integers(2) else np.zeros_like(end)
+        self.start, self.end = start.astype(np.int32), end.astype(np.int32)
+        self.whole = self.run(slice(None), slice(None), 0)
+
+    def run(self, queries: slice, heads: slice, begin: int) -> dict[str, Any]:
+        """The results of these queries and heads. Row `begin` is the first of window_kv."""
+        end = int(self.end[queries][-1])
+        rows = slice(begin, int(self.rng.integers(end, self.s_w + 1)))
+        masks = {
+            "k_start": torch.zeros_like(self.k_end[queries]),
+            "k_end": self.k_end[queries],
+            "w_start": torch.from_numpy(self.start[queries] - np.int32(begin)),
+            "w_end": torch.from_numpy(self.end[queries] - np.int32(begin)),
+        }
+        if not self.start.any() and self.rng.integers(2):  # the queries are the last rows
+            rows = slice(begin, end)
+            del masks["w_start"], masks["w_end"]
+        given: dict[str, Any] = {name: x.to(self.device) for name, x in masks.items()}
+        given |= {"window_kv": self.window_kv[rows].to(self.device), "window": self.window, "backend": self.backend}
+        given["attn_sink"] = self.sink[heads].to(self.device)
+        q, d_out = (x[queries, heads].to(self.device) for x in (self.q, self.d_out))
+        kv = self.kv.to(self.device)
+        indices = None if self.indices is None else self.indices[queries].to(self.device)
+        out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, **given)
+        results = {"out": out, "max_logits": max_logits, "lse": lse}
+        needed = {f"need_{name}": bool(self.rng.integers(2)) for name in ("dkv", "d_window_kv")}
+        attn = torch.empty(len(q), self.topk, device=self.device)
+        options = {"attn": attn, "attn_with_sink": True} if self.rng.integers(2) else {}
+        results["dq"] = hopwell.sparse_mla_backward(
+            d_out, q, kv, indices, out, lse, SCALE, deterministic=True, **given, **needed, **options
+        )[0]
+        return results
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first = int(rng.integers(self.s_q))
+        queries = slice(first, int(rng.integers(first, self.s_q)) + 1)
+        heads = some_heads(rng, self.backend, self.h_q) if rng.random() < 0.7 else slice(0, self.h_q)
+        seen = np.maximum(self.start, self.end - self.window)[queries].min()  # the first row that a query sees
+        begin = int(rng.integers(0, max(int(seen), 0) + 1))
+        for name, mine in self.run(queries, heads, begin).items():
+            what = f"{name} of queries {queries}, heads {heads}, window_kv from row {begin}"
+            assert same_bits(self.whole[name][queries, heads], mine), what
+
+
 class Indexer:
     """A problem of the lightning indexer, and calls for some of its queries."""
 
@@ -259,6 +325,11 @@ def _default_threads() -> Iterator[None]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sparse_mla(backend: str, rng: np.random.Generator) -> None:
     check_parts(SparseMla, backend, rng)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.endswith("sm100")])
+def test_window_keys(backend: str, rng: np.random.Generator) -> None:
+    check_parts(Window, backend, rng)
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.endswith("sm100")])

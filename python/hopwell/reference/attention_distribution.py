@@ -37,7 +37,8 @@ def attention_distribution(
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
     require(normalize in ("none", "l1"), name, "normalize", "none or l1", normalize)
 
-    row_lse = np.where(np.isposinf(row_lse), np.inf, np.logaddexp(row_lse, _sink(name, attn_sink, h_q)))
+    with np.errstate(invalid="ignore"):
+        row_lse = np.where(np.isposinf(row_lse), np.inf, np.logaddexp(row_lse, _sink(name, attn_sink, h_q)))
 
     attn = np.zeros(selection.indices.shape)
     for s in range(s_q):

@@ -50,7 +50,8 @@ def indexer_dense_loss(
     row_lse = as_float64(lse)
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
     require(normalize in ("heads", "l1"), name, "normalize", "heads or l1", normalize)
-    row_lse = np.where(np.isposinf(row_lse), np.inf, np.logaddexp(row_lse, _sink(name, attn_sink, h_q)))
+    with np.errstate(invalid="ignore"):
+        row_lse = np.where(np.isposinf(row_lse), np.inf, np.logaddexp(row_lse, _sink(name, attn_sink, h_q)))
     queries, keys, w = _checked(name, q_index, k_index, weights)
     require(len(queries) == s_q, name, "q_index", f"[{s_q}, h_index, d_index]", list(queries.shape))
     require(len(keys) == len(attention.kv), name, "k_index", f"[{len(attention.kv)}, d_index]", list(keys.shape))

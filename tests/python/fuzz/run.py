@@ -38,7 +38,7 @@ def check_right(call: FuzzedCall) -> None:
 
 
 NAMES = {
-    "sparse_mla_backward": ("dq", "dkv", "d_sink"),
+    "sparse_mla_backward": ("dq", "dkv", "d_sink", "d_window_kv"),  # the last one with window_kv
     "lightning_indexer_backward": ("loss", "d_q_index", "d_k_index", "d_weights"),
     "indexer_dense_loss": ("loss", "d_q_index", "d_k_index", "d_weights"),
 }
@@ -47,7 +47,8 @@ NAMES = {
 def results_of(operator: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Makes the call. Results by name, where it matters which one is which; else by number."""
     made = results(getattr(hopwell, operator)(**arguments))
-    named = dict(zip(NAMES.get(operator, map(str, range(len(made)))), made, strict=True))
+    names = NAMES.get(operator, tuple(map(str, range(len(made)))))
+    named = dict(zip(names[: len(made)], made, strict=True))
     if operator == "sparse_mla_backward":
         named = {name: result for name, result in named.items() if result is not None}
         if "attn" in arguments:

@@ -2,7 +2,8 @@
 //
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    m: row_max so far
 //
-// Tile      one query, 16 heads, 32 keys per step; d_qk 576 or 512
+// Tile      one query, 16 heads, 32 keys per step; d_qk 576 or 512. With window keys (WindowParams) the first keys of a
+//           query are rows of window_kv, so its first steps are full of neighbouring rows
 // Roles     four warps. Scores, in units of log 2: warp w computes keys 8 w to 8 w + 7.
 //           Output: warp w holds dimensions 128 w to 128 w + 127 in registers.
 // Timeline  step     0                                      1

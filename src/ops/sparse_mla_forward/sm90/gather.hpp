@@ -35,10 +35,10 @@ struct GroupedParams : Params {
   uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
 };
 
-// Parameters of the kernel that copies Q, and tiles of window rows only, by tensor copies. All rows are aligned.
+// Parameters of the kernel that copies Q, and tiles of 64 consecutive keys, by tensor copies. All rows are aligned.
 struct BoxParams : WindowParams {
-  arch::TensorMap window_rows;  // boxes of 64 columns of 64 rows of window_kv
-  arch::TensorMap heads;        // boxes of 64 columns of 64 heads of a query
+  arch::TensorMap heads;                 // boxes of 64 columns of 64 heads of a query
+  arch::TensorMap window_rows, kv_rows;  // boxes of 64 columns of 64 rows; of kv only without indices
 };
 
 // Query that owns row `row` of a group tile. Padding rows belong to the last query.
@@ -125,8 +125,8 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 // Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
 // from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
-// For unaligned rows, the offset is in rows. With window keys it is the key number, because the rows of two tensors may
-// lie any distance apart.
+// For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance may lie
+// between the rows of two tensors.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
@@ -221,7 +221,7 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
                                          panels);
 }
 
-// Computes the sources for rows of keys. Lanes hold the offsets of their keys' rows; lane `first` holds the first row
+// Computes the sources for rows of keys. A lane holds the offset of its key's row, lane `first` of the first row
 // of quad 0.
 template <bool kAligned, int kQuads, class KernelParams>
 HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const KernelParams& p, uint32_t row_of_lane, int first) {
@@ -288,13 +288,28 @@ HOPWELL_DEVICE void prefetch_heads(const BoxParams& p, uint32_t number, int warp
   }
 }
 
-// Copies panels of a tile of 64 window rows by tensor copies, executed by one thread.
-HOPWELL_DEVICE void copy_rows_as_boxes(const BoxParams& p, uint32_t to, int row, PanelGroup panels,
-                                       arch::mbarrier& full) {
+// The 64 consecutive rows of one tensor that are entries first_entry … first_entry + 63 of a query, if they are such
+// rows. All of them are valid: a box must not bring a key that the query does not see, because it may be NaN.
+struct Box {
+  const arch::TensorMap* rows;
+  int first;
+  bool exists;
+};
+HOPWELL_DEVICE Box box_of(const BoxParams& p, const tile::WindowEntries& entries, int first_entry) {
+  const int of_window = int(entries.window.count), end = first_entry + kKeys;
+  const bool is_window = end <= of_window;
+  const bool is_dense = !p.selection.given && first_entry >= of_window && end <= entries.length;
+  return {is_window ? &p.window_rows : &p.kv_rows,
+          first_entry + (is_window ? int(entries.window.first) - p.selection.s_kv
+                                   : int(entries.selected.visible.first) - of_window),
+          is_window || is_dense};
+}
+// Copies panels of such a tile by tensor copies, executed by one thread.
+HOPWELL_DEVICE void copy_box(uint32_t to, const Box& box, PanelGroup panels, arch::mbarrier& full) {
   arch::mbarrier_expect_tx(full, uint32_t(panels.count) * tile::kPanelBytes);
   HOPWELL_NO_UNROLL
   for (int panel = panels.first; panel < panels.first + panels.count; ++panel)
-    arch::tma_load<2>(to + uint32_t(panel) * tile::kPanelBytes, p.window_rows, {panel * tile::kPanelColumns, row},
+    arch::tma_load<2>(to + uint32_t(panel) * tile::kPanelBytes, *box.rows, {panel * tile::kPanelColumns, box.first},
                       full);
 }
 
@@ -310,7 +325,7 @@ HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sum
 // keys of its tiles of a step. A CTA processes one query, whose tiles alternate between the stages, or two queries with
 // one stage each. Q is copied after the first part of the first tile, so a warp that waits for a later part also has Q.
 // With one stage per query, the space of that first part is free when the last scores are complete, and so is the space
-// of Q; otherwise it is free earlier. The producer waits for panel groups in the order of their release, so copies
+// of Q; otherwise it is free earlier. With boxes, one thread copies Q and the tiles of consecutive keys; Q comes first, and the other threads still wait and arrive, so that barriers count the same threads for every tile. The producer waits for panel groups in the order of their release, so copies
 // never overtake. The code is short, because all roles share one instruction cache.
 template <bool kAligned, class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, int warp) {
@@ -347,11 +362,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, holders);
-      int window_row = 0, window_rows = 0;  // first window row of this step, and how many follow
-      if constexpr (kBoxes) {
-        window_row = int(work.entries.window.first) - p.selection.s_kv + (next - entry);
-        window_rows = int(work.entries.window.count) - (next - entry);
-      }
+      [[maybe_unused]] const int first_entry = next - entry;  // of this step
       next += keys_of_step;
       if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -363,32 +374,35 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
         [[maybe_unused]] const bool leads = part_of_rows == 0 && lane == 0;
-        const bool is_box = kBoxes && window_rows >= kKeys * (n + 1);
+        [[maybe_unused]] Box box;
+        if constexpr (kBoxes) box = box_of(p, work.entries, first_entry + kKeys * n);
         RowSources<kQuads> rows;
         if (!kPanelByPanel) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
         const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
         for (int part = 0; part < Storage::kParts; ++part) {
+          if constexpr (kBoxes) {
+            if (part == 0 && first) {  // Q first, because its space is free before any panel is
+              first = false;
+              if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
+            }
+          }
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
             if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
             if constexpr (kBoxes) {
-              if (is_box) {
-                if (leads) copy_rows_as_boxes(p, to, window_row + kKeys * n, Storage::panels(i), slot.full(part));
+              if (box.exists) {
+                if (leads) copy_box(to, box, Storage::panels(i), slot.full(part));
                 continue;
               }
             }
             copy_rows<kAligned, kRows>(p, to, rows, row, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
-          if (part > 0 || !first) continue;
+          if (kBoxes || part > 0 || !first) continue;
           first = false;
-          if constexpr (kBoxes) {
-            if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
-            continue;
-          }
           copy_heads<kAligned, kPanelByPanel>(
               p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
               q_empty_parity);
@@ -396,8 +410,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       }
       if constexpr (kBoxes) {
         if (left == 2 && following() < p.work_tiles) prefetch_heads<Storage>(p, following(), warp);
-        if (left == 1 &&
-            following() < p.work_tiles) {  // after the copies: reading the next query's lists may take long
+        // After the copies, because reading the lists of the next query may take long.
+        if (left == 1 && following() < p.work_tiles) {
           work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
           next = entry;
           key = work.entries.at(next);

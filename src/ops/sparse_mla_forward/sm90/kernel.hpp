@@ -59,7 +59,7 @@ void launch_for_heads(const Problem& problem, const Plan& plan, const KernelPara
     launch_kernel<many_heads::SharedStorage<kDqk, KernelParams>>(problem, plan, p, stream);
 }
 
-// In sm90/window.cu, because kernels with window keys are compiled apart.
+// In sm90/window.cu, so that kernels with window keys compile at the same time as the others.
 void launch_with_window(const Problem& problem, const Plan& plan, Stream stream);
 
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -19,10 +19,19 @@
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8. Then O and the sums are rescaled by
 //           exp2(m_old − m). row_max passes from tile to tile: A, B, A, …
 // Output    O is staged in the space of tile B, so that whole rows are stored.
+// Window    With window keys (WindowParams, BoxParams) the first entries of a query are rows of window_kv. The tiles
+//           are counted from the first one, so the results do not depend on where the window begins.
+// Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. One thread copies Q, and tiles of 64
+//           consecutive keys (of the window, or of kv without indices), by tensor copies. Rows are short, so the
+//           work between two queries weighs more. The gather fetches the next Q into L2 two steps before it is needed.
+//           O is staged a panel at a time in the space of P, so that the next query's tiles arrive meanwhile.
+//           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
+//           high     O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ ··········S_B ▓▓▓
+//           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
 // Code      All roles share one instruction cache, so the code is short: both math warpgroups run the same
 //           instructions.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B
-//           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56
+//           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56. BoxParams: 216; gather 72
 // Bound     per 64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450
 //           clocks in L2
 // Groups    kOfGroups: a query is a group of adjacent queries with few heads. Its heads are the heads of all members,
@@ -46,7 +55,7 @@ struct StepsOfTiles {
 };
 struct Nothing {};
 
-// With GroupedParams, the kernel for groups.
+// With GroupedParams, the kernel for groups; with BoxParams, the one that stages O in the space of P.
 template <int kDqk_, class KernelParams_ = Params>
 struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, StepsOfTiles, Nothing> {
   using KernelParams = KernelParams_;

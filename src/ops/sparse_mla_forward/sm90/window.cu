@@ -7,16 +7,20 @@ namespace {
 
 // Whether the kernel for 64 heads can use tensor copies.
 bool takes_boxes(const Problem& problem, const WindowParams& p) {
-  return p.aligned && p.out_aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.window_kv, {0});
+  return p.aligned && p.out_aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.window_kv, {0}) &&
+         (p.selection.given || tile::can_map(problem.kv, {0}));
 }
 
 BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) {
   constexpr auto kSwizzle = arch::Swizzle::bytes128;
   constexpr std::uint32_t kHeads = many_heads::SharedStorage<512, BoxParams>::kHeads;
-  BoxParams p{params, {}, tile::map_of(problem.q, {{2, tile::kPanelColumns}, {1, kHeads}, {0, 1}}, kSwizzle)};
-  // A tile has 64 window rows. With fewer there is no box, and perhaps no tensor.
-  if (problem.window.s_w >= kKeys)
-    p.window_rows = tile::map_of(problem.window_kv, {{1, tile::kPanelColumns}, {0, kKeys}}, kSwizzle);
+  BoxParams p{params, tile::map_of(problem.q, {{2, tile::kPanelColumns}, {1, kHeads}, {0, 1}}, kSwizzle), {}, {}};
+  // A tensor of fewer rows than a box has none, and need not exist.
+  const auto map_rows = [](arch::TensorMap& map, const View& rows) {
+    if (rows.shape[0] >= kKeys) map = tile::map_of(rows, {{1, tile::kPanelColumns}, {0, kKeys}}, kSwizzle);
+  };
+  map_rows(p.window_rows, problem.window_kv);
+  if (!p.selection.given) map_rows(p.kv_rows, problem.kv);
   return p;
 }
 
