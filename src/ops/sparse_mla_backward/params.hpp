@@ -58,6 +58,7 @@ struct WindowParams : Params {
   int64_t window_offset;  // of the row that key number 0 would have in window_kv, from kv; in elements
   int window_stride;      // elements
   int most_entries;       // of a query: window keys and topk
+  int sms;
 };
 
 // The entries of a tile.
@@ -88,12 +89,11 @@ HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const
   return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
 }
 
-// Offset of a key's row from kv, in elements; 0 if the key is negative. Not a pointer: nvcc then folds the offsets of the
-// columns into the instructions.
-HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return key < 0 ? 0 : int64_t{key} * p.kv_stride_s; }
+// Offset of a key's row from kv, in elements. Not a pointer: nvcc then folds the offsets of columns into instructions.
+HOPWELL_DEVICE int64_t row_offset(const Params& p, int key) { return int64_t{key} * p.kv_stride_s; }
 HOPWELL_DEVICE int64_t row_offset(const WindowParams& p, int key) {
   const bool of_window = key >= p.selection.s_kv;
-  const int64_t of_key = key < 0 ? 0 : int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
+  const int64_t of_key = int64_t{key} * (of_window ? p.window_stride : p.kv_stride_s);
   return of_window ? p.window_offset + of_key : of_key;
 }
 
@@ -184,6 +184,7 @@ inline WindowParams window_params_of(const Problem& problem) {
   p.window_offset =
       (address(problem.window_kv) - address(problem.kv)) / std::int64_t{sizeof(bf16)} - problem.s_kv * p.window_stride;
   p.most_entries = static_cast<int>(problem.topk + problem.window.most_keys());
+  p.sms = problem.device.sms;
   return p;
 }
 template <class P>

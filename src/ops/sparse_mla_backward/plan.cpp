@@ -168,7 +168,6 @@ void lay_out(Plan& plan, const Problem& p) {
   }
   if (plan.sums == DkvSums::fixed_point)
     w.scale = layout.reserve(4 * rows), w.largest = layout.reserve(4 * rows), w.count = layout.reserve(4 * rows);
-  if (plan.distribution && p.attn_with_sink) w.lse = layout.reserve(4 * p.s_q * p.h_q);
   if (p.d_sink) w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
   if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = layout.reserve(4 * p.s_q * p.topk);
   if (plan.orders_rows) w.lengths = layout.reserve(4 * p.s_q);
@@ -210,7 +209,7 @@ View matrix_at(void* workspace, std::size_t offset, std::int64_t rows, std::int6
 attention_distribution::Problem distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
   attention_distribution::Problem d;
   d.q = p.q, d.kv = p.kv, d.lse = p.lse, d.attn = p.attn;
-  if (p.attn_with_sink) d.lse = matrix_at(workspace, plan.workspace.lse, p.s_q, p.h_q);
+  if (p.attn_with_sink) d.attn_sink = p.attn_sink;
   if (!p.attn) d.attn = matrix_at(workspace, plan.workspace.rows, p.s_q, p.topk);
   d.selection = p.selection, d.sm_scale = p.sm_scale;
   d.s_q = p.s_q, d.s_kv = p.s_kv, d.h_q = p.h_q, d.d_qk = p.d_qk, d.topk = p.topk;

@@ -64,7 +64,6 @@ struct Workspace {
   std::size_t scale = 0, largest = 0, count = 0;   // [rows of sums]: the bounds of fixed-point sums
   std::size_t window_rows = 0, window_attn = 0;    // [s_q, window]: rows of window_kv and their attn, where the sums
                                                    // will be
-  std::size_t lse = 0;                             // lse' [s_q, h_q], for attn with the sink
   std::size_t sink_parts = 0;                      // [s_q, h_q]
   std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
   MergedRowsPlace merged_rows;                     // of groups

@@ -5,6 +5,11 @@
 #include "ops/sparse_mla_backward/sm90/single.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+// In sm90/window.cu.
+extern template void launch_pairs<WindowParams>(const Problem&, const Plan&, void*, Stream);
+extern template void launch_singles<WindowParams>(const Problem&, const Plan&, void*, Stream);
+
 namespace {
 
 // The pair adds two partial sums per score; the kernel for 64 heads computes one sum. dq of deterministic calls must
@@ -18,6 +23,14 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
                   .merges_rows = true,
                   .single_streams_keys = true,
                   .takes_windows = true});
+}
+
+void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  const auto launch = [&]<int kDqk>() {
+    launch_main<single_kernel<kDqk, 4, false, false, true, Params>>(
+        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
+  };
+  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {

@@ -14,8 +14,8 @@ struct DqSlicesParams {
   int count, h_q, d_qk;                            // count: slices of a tile
 };
 
-// One CTA per tile and head: the sum over slices, in order.
-__global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_constant__ DqSlicesParams p) {
+// One CTA per tile and head: the sum over slices, in order. `static`, because several files launch main kernels.
+static __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_constant__ DqSlicesParams p) {
   const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, tile = p.first_tile + at;
   const int head = p.first_head + tile % p.head_blocks * p.heads + row;
   if (head >= p.h_q || !p.merged.wants(tile / p.head_blocks)) return;

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_consta
   }
 }
 
-// ---- inputs of attention_distribution
+// ---- index rows of window keys
 
 struct WindowRowsParams {
   Window window;
@@ -173,39 +173,10 @@ __global__ void __launch_bounds__(kPassThreads) list_window_rows(const __grid_co
   }
 }
 
-struct SinkLseParams {
-  const float *lse, *sink;  // [s_q, h_q], [h_q]
-  float* with_sink;         // [s_q, h_q]: lse'
-  int64_t s_q, lse_stride_s, lse_stride_h, sink_stride;
-  int h_q;
-};
-
-__global__ void __launch_bounds__(kPassThreads) add_sink_to_lse(const __grid_constant__ SinkLseParams p) {
-  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < p.s_q * p.h_q;
-       i += int64_t{arch::grid_size()} * kPassThreads) {
-    const int64_t query = i / p.h_q, head = i % p.h_q;
-    const float lse = p.lse[query * p.lse_stride_s + head * p.lse_stride_h], sink = p.sink[head * p.sink_stride];
-    const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
-    const float more = arch::log2_approx(1 + arch::exp2_approx((low - high) * tile::kLog2E)) * tile::kLn2;
-    p.with_sink[i] = lse == INFINITY || sink == -INFINITY ? lse : high + more;
-  }
-}
-
 // ---- launch
 
 // Runs the backend's own attention_distribution, without a workspace: it keeps the order of the rows.
 inline void distribute_attention(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (plan.distribution && problem.attn_with_sink) {
-    const SinkLseParams p{problem.lse.as<const float>(),
-                          problem.attn_sink.as<const float>(),
-                          runtime::at_offset<float>(workspace, plan.workspace.lse),
-                          problem.s_q,
-                          problem.lse.stride[0],
-                          problem.lse.stride[1],
-                          problem.attn_sink.stride[0],
-                          static_cast<int>(problem.h_q)};
-    runtime::launch(kName, add_sink_to_lse, shape_over_rows(problem.s_q, problem.device), stream, p);
-  }
   if (plan.distribution)
     plan.distribution_call->launch(distribution_problem(problem, plan, workspace), nullptr, stream);
   if (plan.window_distribution) {

@@ -96,7 +96,7 @@ template <class T, class P>
 HOPWELL_DEVICE void gather(const P& p, SharedStorage<T>& s, int key, int step) {
   const int row = arch::thread_index() / kCopiersOfKey<T>, first = arch::thread_index() % kCopiersOfKey<T>;
   if (first == 0) s.key[step % 2][row] = key;
-  const bf16* source = p.kv + row_offset(p, key);
+  const bf16* source = p.kv + (key < 0 ? 0 : row_offset(p, key));
   HOPWELL_UNROLL
   for (int chunk = first; chunk < T::kDqk / 8; chunk += kCopiersOfKey<T>)
     arch::cp_async(arch::shared_address(&s.keys[chunk / 8]) + tile::swizzled(row, chunk % 8), source + 8 * chunk,

@@ -71,7 +71,8 @@ HOPWELL_DEVICE void gather_half(const P& p, PairStorage& s, const int (&keys)[4]
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + row_offset(p, keys[m]) + (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : row_offset(p, keys[m])) +
+                         (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
     HOPWELL_UNROLL
     for (int panel = 0; panel < 2; ++panel)
       arch::cp_async(arch::shared_address(&s.keys[2 * kHalf + panel]) + tile::swizzled(t / 8 + 16 * m, chunk),
@@ -84,7 +85,7 @@ HOPWELL_DEVICE void gather_rope(const P& p, PairStorage& s, const int (&keys)[4]
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     if (chunk >= 4) continue;
-    const bf16* source = p.kv + row_offset(p, keys[m]) + (kDv + 32 * int(rank) + 8 * chunk);
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : row_offset(p, keys[m])) + (kDv + 32 * int(rank) + 8 * chunk);
     arch::cp_async(arch::shared_address(&s.keys_rope) + tile::swizzled_narrow(t / 8 + 16 * m, chunk), source,
                    keys[m] < 0 ? 0 : 16);
   }
@@ -308,6 +309,7 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
   for (int step = 0; step < steps; ++step) {
     const bool last = step + 1 == steps;
     if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
+    if (step + 2 == steps) prefetch_next_tile<kDqk, 2>(p, Config::kHeads * int(rank), t);
     arch::syncwarp();                           // kept: keep_pace branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only after the own are full
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);

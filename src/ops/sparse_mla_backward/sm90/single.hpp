@@ -92,7 +92,7 @@ HOPWELL_DEVICE void copy_panels(const P& p, SharedStorage<kDqk>& s, const int (&
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + row_offset(p, keys[m]) + 8 * chunk;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : row_offset(p, keys[m])) + 8 * chunk;
     const uint32_t target = arch::shared_address(s.keys) + tile::swizzled(t / 8 + 16 * m, chunk);
     HOPWELL_UNROLL
     for (int panel = kFirst; panel < kFirst + kCount; ++panel)
@@ -325,6 +325,7 @@ HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entr
   s.seen[arch::thread_index() % 128] = 0;
   for (int step = 0; step < steps; ++step) {
     if (is_paced(p)) keep_pace<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
+    if (step + 2 == steps) prefetch_next_tile<kDqk, 1>(p, 0, arch::thread_index() % 128);
     arch::barrier_sync(kPdsFull, 256);
     const int t = arch::thread_index_anew() % 128;
     const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed, !kFixed>(p, s.key[step % 2], t);
@@ -422,14 +423,6 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
     launch.template operator()<false, true>();
   else
     launch.template operator()<false, false>();
-}
-
-inline void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true, Params>>(
-        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
-  };
-  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
 
 template <class P>

@@ -70,6 +70,30 @@ HOPWELL_DEVICE void publish_keys(int (&key)[2][Config::kKeys], const int (&keys)
     if (chunk == m) key[step % 2][t / 8 + 16 * m] = keys[m];
 }
 
+// Called by a warpgroup near the end of a tile: prefetches rows of q, d_out and out to L2 for the tile that will follow on
+// this SM or on another one. Rows with window keys are short, so that the loads of a tile's beginning, which all SMs issue
+// at about the same time, are a large part of its time. kCtas: of a tile. head: of the CTA's first one in its tile.
+template <int kDqk, int kCtas>
+HOPWELL_DEVICE void prefetch_next_tile(const Params& /*p*/, int /*head*/, int /*t*/) {}
+template <int kDqk, int kCtas>
+HOPWELL_DEVICE void prefetch_next_tile(const WindowParams& p, int head, int t) {
+  const int cluster = (int(arch::block_index()) + p.sms) / kCtas;
+  if (cluster >= int(arch::grid_size()) / kCtas) return;
+  const WorkTile work = work_tile_of(p, cluster, kCtas * Config::kHeads);
+  const int first = work.first_head + head, left = p.h_q - first, heads = left < Config::kHeads ? left : Config::kHeads;
+  // Eight threads have the 128-byte lines of a row.
+  const auto prefetch = [&](const bf16* rows, int64_t stride_s, int64_t stride_h) {
+    const bf16* row = rows + work.query * stride_s + (first + t / 8) * stride_h + 64 * (t & 7);
+    HOPWELL_NO_UNROLL
+    for (int i = t / 8; i < heads; i += 16, row += 16 * stride_h) arch::prefetch_l2(row);
+  };
+  prefetch(p.q, p.q_stride_s, p.q_stride_h);
+  if (kDqk > kDv) prefetch(p.q + kDqk - kDv, p.q_stride_s, p.q_stride_h);
+  prefetch(p.out, p.out_stride_s, p.out_stride_h);
+  prefetch(p.d_out, p.d_out_stride_s, p.d_out_stride_h);
+  arch::syncwarp();  // kept: lanes have diverged
+}
+
 // ---- products
 
 constexpr arch::WgmmaOptions kBTransposed{.b_major = Major::mn},
