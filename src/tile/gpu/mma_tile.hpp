@@ -1,4 +1,4 @@
-// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, as a bf16 split (limbs.hpp). A product multiplies
+// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, as a bf16 split (bf16_split.hpp). A product multiplies
 // all pairs of terms but the smallest: six bf16 products for one fp32 product.
 //
 // A column block is 32 columns: each lane of a quad holds 8 of them, 16 bytes. mma may sum over columns in any order
@@ -8,7 +8,7 @@
 
 #include "arch/sm80/matrix.hpp"
 #include "arch/sm80/threads.hpp"
-#include "tile/gpu/limbs.hpp"
+#include "tile/gpu/bf16_split.hpp"
 
 namespace hopwell::tile {
 

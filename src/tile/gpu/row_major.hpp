@@ -1,7 +1,7 @@
 // Matrices of e4m3, bf16 or fp32 in global memory with rows of any alignment.
 #pragma once
 
-#include "tile/gpu/limbs.hpp"
+#include "tile/gpu/bf16_split.hpp"
 #include "tile/gpu/views.hpp"
 
 namespace hopwell::tile {
