@@ -43,7 +43,9 @@ struct Config {
   static constexpr int kBarriers = 2 * kStages;  // item i uses stage i % 3 and barriers i % 6
 };
 enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kParts };
-enum NamedBarrier { kTurn = 1 };  // ping-pong order barrier kTurn + g: warpgroup g may start its products
+enum NamedBarrier {
+  kOrderBarrier = 1
+};  // ping-pong order barrier kOrderBarrier + g: warpgroup g may start its products
 
 template <int kDqk>
 struct SharedStorage {
@@ -164,7 +166,7 @@ HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][
 template <int kDqk>
 HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16][4], RowSlot<kDqk> slot,
                              uint32_t arrivals, int group) {
-  arch::barrier_sync(kTurn + group, 256);  // kept: the order is for speed; no result depends on it
+  arch::barrier_sync(kOrderBarrier + group, 256);  // kept: the order is for speed; no result depends on it
   HOPWELL_UNROLL
   for (int part = 0; part < Config::kParts; ++part) {
     slot.wait_full(part);
@@ -174,7 +176,7 @@ HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16]
   slot.release(0, arrivals);
   arch::wgmma_wait<1>();
   slot.release(1, arrivals);
-  arch::barrier_arrive(kTurn + (group ^ 1), 256);
+  arch::barrier_arrive(kOrderBarrier + (group ^ 1), 256);
   arch::wgmma_wait<0>(scores);
   slot.release(2, arrivals);
 }
@@ -223,7 +225,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
   constexpr int kHeadTiles = kAlternate ? 1 : 2;
   const int warp = arch::warp_index() % (kAlternate ? 4 : 8);
   int item = 0, key_tile = 0;
-  if (group == 1) arch::barrier_arrive(kTurn, 256);  // warpgroup 0 starts
+  if (group == 1) arch::barrier_arrive(kOrderBarrier, 256);  // warpgroup 0 starts
   for_each_pass(p, [&](int64_t query, const Entries&, int tiles, int pass) {
     const int head_tile = kAlternate ? 0 : group;
     float lse[2];
@@ -231,8 +233,8 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
     uint32_t q[kDqk / 16][4];
     load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
     if (kAlternate && (item & 1) == group) {  // the order follows the items
-      arch::barrier_sync(kTurn + group, 256);
-      arch::barrier_arrive(kTurn + (group ^ 1), 256);
+      arch::barrier_sync(kOrderBarrier + group, 256);
+      arch::barrier_arrive(kOrderBarrier + (group ^ 1), 256);
     }
     item += kHeadTiles;
     HOPWELL_NO_UNROLL
