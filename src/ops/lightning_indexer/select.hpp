@@ -94,15 +94,15 @@ HOPWELL_DEVICE WarpKeys keys_of_warp(const SelectParams& p, int first, int end) 
 // Calls visit(key, score, whether the key exists) for 32 keys at a time, one per lane, with eight loads in flight.
 template <class Visit>
 HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Visit visit) {
-  constexpr int kTogether = 8;
+  constexpr int kUnroll = 8;
   const int lane = arch::lane_index();
   int first = keys.begin;
-  for (; first + 32 * kTogether <= keys.end; first += 32 * kTogether) {
-    float score[kTogether];
+  for (; first + 32 * kUnroll <= keys.end; first += 32 * kUnroll) {
+    float score[kUnroll];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) score[i] = scores[first + lane + 32 * i];
+    for (int i = 0; i < kUnroll; ++i) score[i] = scores[first + lane + 32 * i];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) visit(first + lane + 32 * i, score[i], true);
+    for (int i = 0; i < kUnroll; ++i) visit(first + lane + 32 * i, score[i], true);
   }
   HOPWELL_NO_UNROLL
   for (; first < keys.end; first += 32) {
@@ -215,16 +215,16 @@ HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKe
 // of scores overlap.
 HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const QueryRow& row, const WarpKeys& keys,
                                int first_word, int at) {
-  constexpr int kTogether = 4;
+  constexpr int kUnroll = 4;
   const int lane = arch::lane_index(), words = (keys.end - keys.begin + 31) / 32;
   for (int word = 0; word < words; word += 32) {
     uint32_t bits = word + lane < words ? s.words[first_word + word + lane] : 0;
     const int count = std::popcount(bits), up_to_lane = tile::sum_up_to_lane(count);
-    for (int place = at + up_to_lane - count; bits != 0; place += kTogether) {
-      int key[kTogether];
-      float score[kTogether];
+    for (int place = at + up_to_lane - count; bits != 0; place += kUnroll) {
+      int key[kUnroll];
+      float score[kUnroll];
       HOPWELL_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         const int trailing_zeros = std::popcount(~bits & (bits - 1));  // nvcc evaluates std::countr_zero as a constant
         // If a barrier is lost, positions are still inside the row.
         key[i] = bits != 0 && place + i < p.topk ? keys.begin + 32 * (word + lane) + trailing_zeros : -1;
@@ -232,7 +232,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
         bits &= bits - 1;
       }
       HOPWELL_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         if (key[i] < 0) break;
         row.indices[place + i] = row.first_key + key[i];
         if (row.top_scores) row.top_scores[place + i] = score[i];

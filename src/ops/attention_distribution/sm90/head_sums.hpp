@@ -84,7 +84,7 @@ struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kPart
 
 // A warp copies its part of the columns of all rows. It never waits for its copies, which arrive at the mbarrier
 // themselves.
-template <int kDqk, int kTogether>
+template <int kDqk, int kUnroll>
 HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const bf16* data, int64_t stride,
                               tile::RowIndices indices) {
   constexpr int kColumns = Config::kPartColumns, kLast = kDqk - (Config::kParts - 1) * kColumns;
@@ -100,9 +100,9 @@ HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const 
     return;
   }
   if (kLast == kColumns || part < Config::kParts - 1)
-    tile::gather_rows<kColumns, kTogether>(to, data, stride, indices);
+    tile::gather_rows<kColumns, kUnroll>(to, data, stride, indices);
   else
-    tile::gather_rows<kLast, kTogether>(to, data, stride, indices);
+    tile::gather_rows<kLast, kUnroll>(to, data, stride, indices);
   tile::arrive_after_copies<true>(slot.full(part));
 }
 
@@ -114,7 +114,7 @@ HOPWELL_DEVICE tile::RowIndices keys_of(const Entries& entries, int tile) {
 template <int kDqk, bool kAlternate, bool kOrdered>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
   // The gather is the bottleneck with up to 64 heads; otherwise bursts of copies delay products and sums.
-  constexpr int kTogether = kAlternate ? 16 : 2;
+  constexpr int kUnroll = kAlternate ? 16 : 2;
   int item = 0;
   uint32_t seen = 0;  // throttle progress; the other parts follow this part through the ring
   for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
@@ -132,7 +132,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       next = second;
       second = keys_of(entries, tile + 2);
       if (paced && tile % kPaceTiles == 0) p.pace.keep(int(query), seen, tile / kPaceTiles);
-      copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
+      copy_part<kDqk, kUnroll>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
     }
   });
   arch::cp_async_wait_all();  // no thread exits before its copies complete

@@ -142,7 +142,7 @@ HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
-  constexpr int kTogether = 4;  // tiles whose entries are loaded at the same time, which hides latency
+  constexpr int kUnroll = 4;  // tiles whose entries are loaded at the same time, which hides latency
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const RowCopies copies(p, first_row);
@@ -165,20 +165,20 @@ HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, in
     arch::syncwarp();
     if (lane == 0) arch::mbarrier_arrive(slot.full());
   };
-  LaneEntry next[kTogether], own[kTogether];
+  LaneEntry next[kUnroll], own[kUnroll];
   const auto load = [&](int first) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kUnroll; ++i)
       next[i] = load_entry<kWithGradients>(all, gradients, (first + i) * kTileEntries + own_row);
   };
   load(0);
   HOPWELL_NO_UNROLL
-  for (int first = 0; first < tiles; first += kTogether) {
+  for (int first = 0; first < tiles; first += kUnroll) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) own[i] = next[i];
-    load(first + kTogether);
+    for (int i = 0; i < kUnroll; ++i) own[i] = next[i];
+    load(first + kUnroll);
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kUnroll; ++i)
       if (first + i < tiles) bring(first + i, own[i]);
   }
 }

@@ -322,7 +322,7 @@ HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, i
 // that it adds, or −1.
 HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const int (&keys)[2], int key,
                               const float (&g)[2], const float (&d_k)[64]) {
-  constexpr int kTogether = 64;
+  constexpr int kUnroll = 64;
   const auto bound = [&](int of) { return bound_of(p.bounds.largest[of], p.bounds.count[of]); };
   const bool adds = key >= 0 && bound(key) < INFINITY;
   double scale[2];
@@ -330,7 +330,7 @@ HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const i
   for (int half = 0; half < 2; ++half)
     scale[half] = keys[half] < 0 ? 0 : tile::wide_power_of_two(tile::unit_exponent<tile::kWideBits>(bound(keys[half])));
   HOPWELL_UNROLL
-  for (int first = 0; first < 2 * kTogether; first += kTogether) {
+  for (int first = 0; first < 2 * kUnroll; first += kUnroll) {
     if (first >= p.columns) break;
     staged.wait();
     staged.store<int64_t, 8>([&](int half, int block) {
@@ -339,7 +339,7 @@ HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const i
       return StagedRows::Pair<int64_t>{fixed(pair[0]), fixed(pair[1])};
     });
     staged.add(adds, p.fixed_d_k + int64_t{key} * p.columns + first,
-               p.columns - first < kTogether ? p.columns - first : kTogether);
+               p.columns - first < kUnroll ? p.columns - first : kUnroll);
   }
 }
 
