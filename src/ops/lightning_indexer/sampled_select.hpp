@@ -204,7 +204,8 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
   const int between = (has_low ? low.above + low.count : sampled) - (has_high ? high.above : 0);
   if (float(between) * float(row.visible) > float(Config::kListed) * float(sampled)) return {0, 0};
-  return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
+  return {has_low ? sortable_key(scale.edge(low.digit)) : 0,
+          has_high ? sortable_key(scale.edge(high.digit + 1)) : UINT32_MAX};
 }
 
 // Keys first … end − 1 of a warp; or words of 32 keys of a lane.
@@ -244,8 +245,8 @@ HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int
   HOPWELL_UNROLL
   for (int i = 0; i < kUnroll; ++i) {
     const bool exists = kWhole || key + 32 * i < end;
-    const bool above = kPositive ? reaches(score[i], bounds.high) : order_of(score[i]) >= bounds.high,
-               reach = kPositive ? reaches(score[i], bounds.low) : order_of(score[i]) >= bounds.low;
+    const bool above = kPositive ? reaches(score[i], bounds.high) : sortable_key(score[i]) >= bounds.high,
+               reach = kPositive ? reaches(score[i], bounds.low) : sortable_key(score[i]) >= bounds.low;
     bits[i] = {arch::ballot(exists && above), arch::ballot(exists && reach)};
   }
   if (arch::lane_index() > 0) return;
@@ -364,7 +365,7 @@ HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& 
                                    const Bounds& bounds, const Between& between) {
   const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
   for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
-    const uint32_t order = order_of(row.scores[s.keys[i]]);
+    const uint32_t order = sortable_key(row.scores[s.keys[i]]);
     s.orders[i] = order;
     arch::red_add_shared(true, counts + 4 * ((order - bounds.low) >> shift), 1);
   }
