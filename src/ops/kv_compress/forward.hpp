@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
-  const auto [strip, slab, unused] = arch::block_index_3d();
+  const auto [key_tile, slab, unused] = arch::block_index_3d();
   const Thread thread(o.shape, slab);
-  const int64_t row = (int64_t{strip} << o.shape.row_bits) + thread.row;
+  const int64_t row = (int64_t{key_tile} << o.shape.row_bits) + thread.row;
   const Window window = row < o.blocks.n ? o.blocks.window(row) : Window{};
   auto& s = arch::dynamic_smem<ForwardStorage<T>>();
   Pool pool;
