@@ -108,7 +108,7 @@ struct GroupTile {
   static constexpr int kQueries = kTheQueries;
   int key[kTileEntries];                                         // −1: no query has a score there
   alignas(8) float g[kQueries][kTileEntries];                    // or no_score()
-  uint32_t g_limbs[kQueries][kGradientLimbs][kTileEntries / 2];  // bf16 pairs of keys; zeros without a score
+  uint32_t g_terms[kQueries][kGradientTerms][kTileEntries / 2];  // bf16 pairs of keys; zeros without a score
   alignas(16) uint32_t positive[8][kGroupRows / 16][2][2];       // ballots of 16 rows: see note_positive
 };
 // … for the scores, which need only the rows.
@@ -164,7 +164,7 @@ HOPWELL_DEVICE bool store_gradients(GroupTile<kQueries>& tile, int row, const Ke
     const bool exists = has_score(all.g[i]);
     any |= exists;
     tile.g[member][row] = all.g[i];
-    store_limbs(tile.g_limbs[member], row, exists ? all.g[i] : 0);
+    store_split(tile.g_terms[member], row, exists ? all.g[i] : 0);
   }
   return (any | arch::shuffle_xor(any, 16)) != 0;
 }
