@@ -220,7 +220,7 @@ HOPWELL_DEVICE void start_products(float (&d)[32], const ScoreKeys<T>& keys, uin
   arch::wgmma_commit();
 }
 
-// Ping-pong order (here `kOrderBarrier`) for e4m3: warpgroups issue their products one after another, tile by tile. A warpgroup
+// Ping-pong order for e4m3: warpgroups issue their products one after another, tile by tile. A warpgroup
 // passes the order on when its products are complete, so that its sums overlap with the products of the others. bf16
 // products take twice as long, and there the order only costs time (measured).
 enum NamedBarrier {

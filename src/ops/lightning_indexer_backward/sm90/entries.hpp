@@ -45,7 +45,7 @@ struct EntryTile {
   alignas(16) uint32_t positive[kPositiveWords];
 };
 
-// Stores the bf16 split (here `split_terms`) of a number at slot `place` of 64.
+// Stores the bf16 split of a number at slot `place` of 64.
 HOPWELL_DEVICE void store_split(uint32_t (&split_terms)[kGradientTerms][32], int place, float x) {
   HOPWELL_UNROLL
   for (auto& split_term : split_terms)

@@ -8,7 +8,7 @@
 //           warpgroups 1, 2  entries  dk of alternate tiles; before the first tile the bf16x3 split of w q
 //           warpgroup 3      gather   producer: keys, g and its split, and the signs of 64 entries, in six stages
 // Products  No scores are computed: the signs of the products were stored, one bit each. A byte's sign bit, replicated
-//           over a half register, masks one bf16. For the heads, A is the masked split (here `split_terms`) of g; B is the
+//           over a half register, masks one bf16. For the heads, A is the masked split of g; B is the
 //           tile of keys, MN-major. For the entries, A is masked ones, the same for all terms of the split of w q,
 //           which is B and stays in shared memory.
 // Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …

@@ -5,7 +5,7 @@
 // Roles     warpgroups 0, 1  heads    one block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
 //           warpgroup 2      entries  dk of the tile, summed over the queries and added once
 //           warpgroup 3      gather   producer: keys, and g and its split for every query, in six stages
-// Products  The split factors (here `split_terms`) are masked as in add_gradients. The heads pass the signs of their products
+// Products  The split factors are masked as in add_gradients. The heads pass the signs of their products
 //           to the entries as ballots, 1 KB per tile, so that the entries need no products for them. The entries' A is
 //           the split of w_j g_i, so that one accumulator sums the rows of all queries. Deterministic sums, and
 //           ungrouped queries, use the split of w_j alone, with one product per query, and sum g_i times it: for 64
