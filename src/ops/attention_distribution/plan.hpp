@@ -39,7 +39,7 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
 }
 
 // For kernels that sort rows: keys in ascending order, descending in every other wave of queries (serpentine order),
-// and throttled CTAs (here `paces`). If the keys do not fit in L2, CTAs then share the keys that a CTA has read,
+// and throttled CTAs. If the keys do not fit in L2, CTAs then share the keys that a CTA has read,
 // and a wave begins with the last keys of the previous wave. The bits of a sum do not depend on it. Offsets are in the
 // workspace.
 struct Ordering {

@@ -6,7 +6,7 @@
 //           block is 64 of the rows, of one query or of several
 // Sets      queries of a group with the same first key iterate over their keys together, each as far as it sees. Other
 //           queries follow. So a query has the same tiles as if it were alone, and all its results have the same bits.
-// Ungrouped (here `apart`) a query without a score at an entry has zeros in the products there. This equals no entry
+// Ungrouped a query without a score at an entry has zeros in the products there. This equals no entry
 //           unless the other factor is infinite or NaN. If score_groups finds such keys, q or weights, the group's
 //           queries are processed one by one.
 #pragma once
