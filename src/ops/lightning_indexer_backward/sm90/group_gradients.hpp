@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
   auto& s = arch::dynamic_smem<GroupGradientStorage<kRows>>();
   const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first
   const Group group = group_of<kRows>(p, index);
-  const bool apart = p.apart[index] != 0;
+  const bool ungrouped = p.ungrouped[index] != 0;
   if (arch::thread_index() == 0) {
     const auto head_warps = uint32_t(4 * group.blocks);
     s.ring.barriers.init(head_warps, head_warps + 4, kGroupArrivals - head_warps);
@@ -351,16 +351,16 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
   if (role < kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kHeadRegisters>();
     if (role < s.group.blocks)
-      for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
+      for_each_set(s.group, s.keys, ungrouped, [&](const QuerySet& set, int number) {
         accumulate_block<kRelu, kRows>(p, s, s.group, set, number, role);
       });
   } else if (role == kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
     arch::fence_proxy_async();  // fences q; the heads fence it with every tile
-    for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
+    for_each_set(s.group, s.keys, ungrouped, [&](const QuerySet& set, int number) {
       if (p.fixed_d_k)
         accumulate_one_by_one<int64_t, kRelu>(p, s, set, number);
-      else if (apart)
+      else if (ungrouped)
         accumulate_one_by_one<float, kRelu>(p, s, set, number);
       else if (s.group.blocks == 1)
         accumulate_together<kRelu, kRows, 1>(p, s, set, number);
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     arch::bulk_wait<0>();  // the copy engine must have read the rows
   } else {
     arch::setmaxnreg_dec<GroupGradientConfig::kOtherRegisters>();
-    for_each_set(s.group, s.keys, apart,
+    for_each_set(s.group, s.keys, ungrouped,
                  [&](const QuerySet& set, int number) { gather_keys(p, s.ring, s.group, s.keys, set, number); });
     arch::cp_async_wait_all();  // no thread exits before its copies complete
   }

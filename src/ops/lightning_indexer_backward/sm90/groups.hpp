@@ -20,8 +20,8 @@ template <int kRows>  // rows per query
 constexpr int kGroupQueries = kGroupRows / kRows;
 
 struct GroupParams : Params<bf16> {
-  int queries, group;  // queries of the pass, queries of a CTA
-  uint32_t* apart;     // [groups], nonzero: ungrouped
+  int queries, group;   // queries of the pass, queries of a CTA
+  uint32_t* ungrouped;  // [groups], nonzero: ungrouped
 };
 
 // The queries of a CTA, and the number of their blocks.
@@ -57,10 +57,10 @@ struct QuerySet {
 };
 // The first of the remaining queries (`left`), and all queries that can be processed with it.
 template <int kQueries>
-HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left, bool apart) {
+HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left, bool ungrouped) {
   QuerySet set;
   for (int member = 0; member < kQueries; ++member) {
-    if (!(left >> member & 1) || (set.members != 0 && (apart || keys.first[member] != set.first))) continue;
+    if (!(left >> member & 1) || (set.members != 0 && (ungrouped || keys.first[member] != set.first))) continue;
     set.members |= 1U << member, set.first = keys.first[member];
     set.keys = keys.count[member] > set.keys ? keys.count[member] : set.keys;
   }
@@ -68,11 +68,12 @@ HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left,
 }
 // Calls work(set, number of its first tile) for each set in order.
 template <int kQueries, class Work>
-HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& keys, bool apart, const Work& work) {
+HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& keys, bool ungrouped,
+                                 const Work& work) {
   int number = 0;
   HOPWELL_NO_UNROLL
   for (uint32_t left = (1U << group.queries) - 1; left != 0;) {
-    const QuerySet set = next_set(keys, left, apart);
+    const QuerySet set = next_set(keys, left, ungrouped);
     work(set, number);
     number += set.tiles(), left &= ~set.members;
   }
