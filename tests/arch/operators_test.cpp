@@ -360,7 +360,7 @@ const Subject kSubjects[] = {
      {"one_row_block_bf16", "one_row_block_vllm"},
      8,
      1,
-     "ops/paged_attention/gpu/handover.hpp",
+     "ops/paged_attention/gpu/combine.hpp",
      "16"},
     {"paged_attention_packed_rows",
      "emu:sm80",

@@ -156,10 +156,10 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
     change(changed);
     return ordering_of(changed);
   };
-  EXPECT_TRUE(ordering_of(p).orders_rows && ordering_of(p).paces);
+  EXPECT_TRUE(ordering_of(p).orders_rows && ordering_of(p).throttles);
   EXPECT_EQ(ordering_of(p).steps, 8);
   EXPECT_EQ(ordering_of(p).bytes, 4096 * 2048 * 6 + 4096 * 4 + 256);
-  EXPECT_FALSE(with([](Problem& x) { x.h_q = 128; }).paces);
+  EXPECT_FALSE(with([](Problem& x) { x.h_q = 128; }).throttles);
   EXPECT_TRUE(with([](Problem& x) { x.h_q = 128; }).orders_rows);
   const auto orders = [&](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv) {
     return with([=](Problem& x) { x.device.memory_bytes_per_ns = bytes_per_ns, x.h_q = h_q, x.s_kv = s_kv; })
@@ -169,16 +169,17 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   EXPECT_TRUE(orders(4917, 64, 64 << 10) && orders(4917, 64, 128 << 10));
   EXPECT_FALSE(orders(4917, 128, 128 << 10) || orders(4917, 64, 32 << 10) || orders(0, 64, 128 << 10));
   p.device.memory_bytes_per_ns = 4917;
-  EXPECT_FALSE(with([](Problem& x) { x.s_kv = 64 << 10; }).paces || with([](Problem& x) { x.s_kv = 96 << 10; }).paces);
-  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
+  EXPECT_FALSE(with([](Problem& x) { x.s_kv = 64 << 10; }).throttles ||
+               with([](Problem& x) { x.s_kv = 96 << 10; }).throttles);
+  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).throttles);
   p.indices_ascending = true;  // order is what a pace needs, and nothing else does
   EXPECT_FALSE(ordering_of(p).orders_rows || with([](Problem& x) { x.s_kv = 96 << 10; }).orders_rows);
-  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
+  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).throttles);
   p.indices_ascending = false;
   for (const Ordering& none : {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
                                with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
                                with([](Problem& x) { x.selection.indices = nullptr; })}) {
-    EXPECT_FALSE(none.orders_rows || none.paces);
+    EXPECT_FALSE(none.orders_rows || none.throttles);
     EXPECT_EQ(none.bytes, 0);
   }
 }

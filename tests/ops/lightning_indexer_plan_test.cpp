@@ -150,8 +150,8 @@ TEST(LightningIndexerBackwardPlan, WorkspaceHoldsItsParts) {
   const auto floats = plan_of(backward(false, 132)).workspace;
   EXPECT_EQ(floats.gradients, 0U);
   EXPECT_EQ(floats.losses, 30'976U);  // 4 · 100 · 77 bytes, in whole 256
-  EXPECT_EQ(floats.apart, 30'976U + 1'024U);
-  EXPECT_EQ(bytes, floats.apart + 512U);
+  EXPECT_EQ(floats.ungrouped, 30'976U + 1'024U);
+  EXPECT_EQ(bytes, floats.ungrouped + 512U);
   const auto fixed = plan_of(backward(true, 132)).workspace;
   EXPECT_EQ(fixed.fixed_d_k, bytes);
   EXPECT_EQ(fixed.largest, fixed.fixed_d_k + 800'000U);

@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-constexpr int kPaceSlack = 1;  // steps of the pace
+constexpr int kMaxLead = 1;  // steps of the pace
 
 struct OrderParams {
   tile::SelectionParams selection;
@@ -38,8 +38,8 @@ inline void order_rows(const Problem& problem, const Ordering& ordering, Params&
   const tile::OrderedRows ordered{runtime::at_offset<int>(workspace, ordering.rows),
                                   runtime::at_offset<uint16_t>(workspace, ordering.sources),
                                   runtime::at_offset<int>(workspace, ordering.lengths)};
-  if (ordering.paces)
-    p.pace = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kPaceSlack, p.plan.whole_queries,
+  if (ordering.throttles)
+    p.pace = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kMaxLead, p.plan.whole_queries,
               ordering.steps};
   runtime::launch("attention_distribution", order_row,
                   runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,

@@ -70,11 +70,11 @@ Ordering ordering_of(const Problem& p) {
   if (!o.orders_rows) return o;
   o.steps = static_cast<int>((p.topk + kTileKeys * kPaceTiles - 1) / (kTileKeys * kPaceTiles));
   // The count of all steps must fit.
-  o.paces = !stays_together(p) && p.device.concurrent_ctas && p.s_q * o.steps < std::int64_t{1} << 31;
+  o.throttles = !stays_together(p) && p.device.concurrent_ctas && p.s_q * o.steps < std::int64_t{1} << 31;
   runtime::WorkspaceLayout layout;
   o.rows = layout.reserve(4 * p.s_q * p.topk), o.sources = layout.reserve(2 * p.s_q * p.topk);
   o.lengths = layout.reserve(4 * p.s_q);
-  if (o.paces) o.progress = layout.reserve(sizeof(std::uint32_t));
+  if (o.throttles) o.progress = layout.reserve(sizeof(std::uint32_t));
   o.bytes = layout.bytes;
   return o;
 }

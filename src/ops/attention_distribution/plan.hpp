@@ -39,11 +39,11 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
 }
 
 // For kernels that sort rows: keys in ascending order, descending in every other wave of queries (serpentine order),
-// and throttled CTAs (here `paces`). If the keys do not fit in L2, CTAs then share the keys that a CTA has read,
+// and throttled CTAs. If the keys do not fit in L2, CTAs then share the keys that a CTA has read,
 // and a wave begins with the last keys of the previous wave. The bits of a sum do not depend on it. Offsets are in the
 // workspace.
 struct Ordering {
-  bool orders_rows = false, paces = false;
+  bool orders_rows = false, throttles = false;
   int steps = 0;                                   // of a query: a step is kPaceTiles tiles of keys
   std::size_t rows = 0, sources = 0, lengths = 0;  // see tile/gpu/order_rows.hpp
   std::size_t progress = 0;                        // sum of the steps of all CTAs

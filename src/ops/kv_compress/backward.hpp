@@ -4,7 +4,7 @@
 //
 // and d_position_bias, the sum of d_gate over all windows.
 //
-// Roles     the first CTAs: a strip of compressed keys and a slab of columns each. Every element of d_kv and d_gate
+// Roles     the first CTAs: a key tile of compressed keys and a slab of columns each. Every element of d_kv and d_gate
 //           belongs to one window at most, so it is written once.
 //           the other CTAs: zeros for elements that are in no window
 // Sums      of d_position_bias: a thread adds its own entries in shared memory, or in its plane of the workspace if it
@@ -26,7 +26,7 @@ struct BackwardParams {
   T *d_kv, *d_gate;   // [s, w], or null
   float* planes;      // [planes, ratio, w]; null: no d_position_bias
   int64_t d_out_stride, d_kv_stride, d_gate_stride;
-  int strips, strip_rows;
+  int key_tiles, key_tile_rows;
   bool d_out_is_bf16, d_out_aligned, gradients_aligned;
 };
 
@@ -45,10 +45,10 @@ struct BiasSums {
   Float4* shared;
   float* plane;
 
-  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int strip, BackwardStorage<T>& s)
+  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int key_tile, BackwardStorage<T>& s)
       : o(p.operands), thread(of), shared(&s.sums[0][arch::thread_index()]), plane(p.planes) {
     if (plane == nullptr) return;
-    plane += (o.shape.batches == 1 ? strip : int64_t{strip} * o.shape.rows() + thread.row) * o.ratio * o.w;
+    plane += (o.shape.batches == 1 ? key_tile : int64_t{key_tile} * o.shape.rows() + thread.row) * o.ratio * o.w;
     for (int batch = 0; batch < o.shape.batches; ++batch)
       for (int e = 0; e < F::entries; ++e)
         if (Float4* sum = of_entry(batch, e)) *sum = {};
@@ -165,10 +165,10 @@ HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partial
   pool.divide();
 }
 
-// The windows of a strip whose threads have one batch of entries: the next window is copied while one is computed.
+// The windows of a key tile whose threads have one batch of entries: the next window is copied while one is computed.
 template <class T, class F>
-HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
-                               BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                                     BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
   const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
   const Bias<T, F> bias(o, thread);
@@ -197,10 +197,10 @@ HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_
   arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
 }
 
-// The windows of a strip whose threads have several batches of entries, which are copied twice.
+// The windows of a key tile whose threads have several batches of entries, which are copied twice.
 template <class T, class F>
-HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
-                                    BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+HOPWELL_DEVICE void process_long_key_tile(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                                          BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
   const Bias<T, F> bias(o, thread);
   const auto take_entries = [&](const Window& window, int batch) {
@@ -239,18 +239,18 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
-  const auto [strip, slab, unused] = arch::block_index_3d();
-  if (strip >= p.strips) {
-    if (slab == 0) clear_unused(p, int64_t{strip - p.strips} * Config::kThreads);
+  const auto [key_tile, slab, unused] = arch::block_index_3d();
+  if (key_tile >= p.key_tiles) {
+    if (slab == 0) clear_unused(p, int64_t{key_tile - p.key_tiles} * Config::kThreads);
     return;
   }
   const Thread thread(o.shape, slab);
-  const BiasSums<T, F> sums(p, thread, strip, s);
-  const int64_t first = strip * int64_t{p.strip_rows}, end = std::min(first + p.strip_rows, o.blocks.n);
+  const BiasSums<T, F> sums(p, thread, key_tile, s);
+  const int64_t first = key_tile * int64_t{p.key_tile_rows}, end = std::min(first + p.key_tile_rows, o.blocks.n);
   if (F::exact || o.shape.batches == 1)
-    take_strip(p, first, end, thread, s, sums);
+    process_key_tile(p, first, end, thread, s, sums);
   else
-    take_long_strip(p, first, end, thread, s, sums);
+    process_long_key_tile(p, first, end, thread, s, sums);
   if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
 }
 

@@ -248,7 +248,7 @@ std::int64_t rows_made(const Blocks& blocks) {
 }
 
 // Strips of compressed keys, each with a sum of d_position_bias of its own. Their number depends on the problem only.
-std::int64_t strips_of(const BackwardProblem& p, std::int64_t rows) {
+std::int64_t key_tiles_of(const BackwardProblem& p, std::int64_t rows) {
   if (!p.d_position_bias) return (rows + kRowsPerItem - 1) / kRowsPerItem;
   constexpr std::int64_t kMostStrips = 32, kMostFloats = std::int64_t{1} << 23;
   const std::int64_t plane = std::max<std::int64_t>(p.blocks.ratio * p.w, 1);
@@ -256,16 +256,16 @@ std::int64_t strips_of(const BackwardProblem& p, std::int64_t rows) {
 }
 
 void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
-  const std::int64_t rows = rows_made(p.blocks), strips = strips_of(p, rows);
+  const std::int64_t rows = rows_made(p.blocks), key_tiles = key_tiles_of(p, rows);
   const std::int64_t plane = p.d_position_bias ? p.blocks.ratio * p.w : 0;
-  std::vector<float> sums(unsigned_size(strips * plane), 0.0F);
+  std::vector<float> sums(unsigned_size(key_tiles * plane), 0.0F);
   with_element(p.kv, [&]<class T>(T) {
     clear_unused<T>(p);
     cpu::parallel_for(
-        strips, [&] { return State<T>(p.blocks, p.d); },
-        [&](std::int64_t strip, State<T>& state) {
-          float* d_bias = plane == 0 ? nullptr : sums.data() + strip * plane;
-          for (std::int64_t row = strip * rows / strips; row < (strip + 1) * rows / strips; ++row) {
+        key_tiles, [&] { return State<T>(p.blocks, p.d); },
+        [&](std::int64_t key_tile, State<T>& state) {
+          float* d_bias = plane == 0 ? nullptr : sums.data() + key_tile * plane;
+          for (std::int64_t row = key_tile * rows / key_tiles; row < (key_tile + 1) * rows / key_tiles; ++row) {
             const Window window = p.blocks.window(row);
             if (!window.made) continue;
             list_entries(p.blocks, window, p.d, state.entries, [&](std::int64_t t, std::int64_t r, std::int64_t o) {
@@ -284,8 +284,8 @@ void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
   for (std::int64_t r = 0; r < p.d_position_bias.shape[0]; ++r) {
     float* to = p.d_position_bias.as<float>() + r * p.d_position_bias.stride[0];
     std::fill_n(to, p.w, 0.0F);
-    for (std::int64_t strip = 0; r < p.blocks.ratio && strip < strips; ++strip)
-      cpu::add(sums.data() + strip * plane + r * p.w, to, unsigned_size(p.w));
+    for (std::int64_t key_tile = 0; r < p.blocks.ratio && key_tile < key_tiles; ++key_tile)
+      cpu::add(sums.data() + key_tile * plane + r * p.w, to, unsigned_size(p.w));
   }
 }
 

@@ -1,6 +1,6 @@
 // kv_compress on GPUs: out[j, c] = sum_e softmax_e(gate[t_e, c] + bias)[c] * kv[t_e, c] over the window of block j.
 //
-// A CTA takes a strip of compressed keys and a slab of columns. See window.hpp.
+// A CTA takes a tile of compressed keys and a slab of columns. See window.hpp.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct ForwardParams {
   Operands<T> operands;
   void* out;  // bf16 or fp32 [n, d]
   int64_t out_stride;
-  int strip_rows;  // compressed keys that a CTA takes
+  int key_tile_rows;  // compressed keys that a CTA takes
   bool out_is_bf16, out_aligned;
 };
 
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
-  const auto [strip, slab, unused] = arch::block_index_3d();
+  const auto [key_tile, slab, unused] = arch::block_index_3d();
   const Thread thread(o.shape, slab);
   const Bias<T, F> bias(o, thread);
-  const int64_t first = strip * int64_t{p.strip_rows}, end = std::min(first + p.strip_rows, o.blocks.n);
+  const int64_t first = key_tile * int64_t{p.key_tile_rows}, end = std::min(first + p.key_tile_rows, o.blocks.n);
   const int batches = F::exact ? 1 : o.shape.batches;
   const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
   int64_t row = first + thread.row;

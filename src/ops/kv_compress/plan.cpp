@@ -24,10 +24,10 @@ Plan make_plan(const Problem& p) {
   if (p.blocks.n == 0) return plan;
   // A long window has much to load once (its position_bias): CTAs stay. Of short windows a CTA takes a few.
   const std::int64_t steps = ceil_div(p.blocks.n, plan.shape.rows());
-  const std::int64_t strips =
+  const std::int64_t key_tiles =
       plan.shape.groups == 1 ? steps : std::min(steps, ceil_div(std::int64_t{2} * p.device.sms, plan.shape.slabs));
-  plan.strip_rows = ceil_div(steps, strips) * plan.shape.rows();
-  plan.strips = ceil_div(p.blocks.n, plan.strip_rows);
+  plan.key_tile_rows = ceil_div(steps, key_tiles) * plan.shape.rows();
+  plan.key_tiles = ceil_div(p.blocks.n, plan.key_tile_rows);
   return plan;
 }
 
@@ -41,13 +41,14 @@ BackwardPlan make_plan(const BackwardProblem& p) {
   const std::int64_t plane_bytes = static_cast<std::int64_t>(sizeof(float)) * p.blocks.ratio * p.w;
   const std::int64_t steps =
       p.blocks.most == 0 ? 0 : ceil_div(p.blocks.n, plan.shape.rows());  // no whole block: no window
-  std::int64_t strips = std::min(steps, ceil_div(std::int64_t{2} * p.device.sms, plan.shape.slabs));
-  if (p.d_position_bias) strips = std::min(strips, std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1));
+  std::int64_t key_tiles = std::min(steps, ceil_div(std::int64_t{2} * p.device.sms, plan.shape.slabs));
+  if (p.d_position_bias)
+    key_tiles = std::min(key_tiles, std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1));
   if (steps > 0) {
-    plan.strip_rows = ceil_div(steps, strips) * plan.shape.rows();
-    plan.strips = ceil_div(p.blocks.n, plan.strip_rows);
+    plan.key_tile_rows = ceil_div(steps, key_tiles) * plan.shape.rows();
+    plan.key_tiles = ceil_div(p.blocks.n, plan.key_tile_rows);
   }
-  if (p.d_position_bias) plan.planes = plan.strips * planes;
+  if (p.d_position_bias) plan.planes = plan.key_tiles * planes;
   plan.workspace_bytes = static_cast<std::size_t>(plan.planes * plane_bytes);
   if (p.d_kv || p.d_gate) plan.clearing_ctas = ceil_div(p.blocks.s, Config::kThreads);
   return plan;

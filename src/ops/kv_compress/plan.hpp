@@ -3,7 +3,7 @@
 // vector   the 4 columns of a row that a thread has
 // group    threads that have the same entries of a window; each processes up to 8 entries at a time
 // slab     vectors of neighbouring columns that a CTA has
-// strip    compressed keys that a CTA takes one after another
+// key tile consecutive compressed keys that a CTA computes one after another
 #pragma once
 
 #include <cstddef>
@@ -36,13 +36,13 @@ Shape shape_of(const Blocks& blocks, std::int64_t d);
 
 struct Plan {
   Shape shape;
-  std::int64_t strips = 0, strip_rows = 0;
+  std::int64_t key_tiles = 0, key_tile_rows = 0;
 };
 Plan make_plan(const Problem& p);
 
 struct BackwardPlan {
   Shape shape;
-  std::int64_t strips = 0, strip_rows = 0;
+  std::int64_t key_tiles = 0, key_tile_rows = 0;
   std::int64_t planes = 0;         // partial sums of d_position_bias, fp32 [ratio, w] each
   std::int64_t clearing_ctas = 0;  // that write zeros where no window has a gradient
   std::size_t workspace_bytes = 0;

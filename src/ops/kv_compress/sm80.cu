@@ -79,12 +79,12 @@ void launch(const Problem& p, const Plan& plan, void* /*workspace*/, Stream stre
     const ForwardParams<Element> params{.operands = operands_of<Element>(p, plan.shape),
                                         .out = p.out.data,
                                         .out_stride = p.out.stride[0],
-                                        .strip_rows = static_cast<int>(plan.strip_rows),
+                                        .key_tile_rows = static_cast<int>(plan.key_tile_rows),
                                         .out_is_bf16 = p.out.dtype == DType::kBFloat16,
                                         .out_aligned = columns_aligned(p.out)};
     with_form(params.operands, params.operands.aligned, [&]<class T, class F>() {
       runtime::launch("kv_compress", kv_compress_forward<T, F>,
-                      {.grid = {static_cast<std::uint32_t>(plan.strips), static_cast<std::uint32_t>(plan.shape.slabs)},
+                      {.grid = {static_cast<std::uint32_t>(plan.key_tiles), static_cast<std::uint32_t>(plan.shape.slabs)},
                        .threads = Config::kThreads,
                        .shared_bytes = plan.shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>),
                        .programmatic_dependency = p.device.has_dependent_launches()},
@@ -103,15 +103,15 @@ BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& 
           .d_out_stride = p.d_out.stride[0],
           .d_kv_stride = p.d_kv ? p.d_kv.stride[0] : 0,
           .d_gate_stride = p.d_gate ? p.d_gate.stride[0] : 0,
-          .strips = static_cast<int>(plan.strips),
-          .strip_rows = static_cast<int>(plan.strip_rows),
+          .key_tiles = static_cast<int>(plan.key_tiles),
+          .key_tile_rows = static_cast<int>(plan.key_tile_rows),
           .d_out_is_bf16 = p.d_out.dtype == DType::kBFloat16,
           .d_out_aligned = columns_aligned(p.d_out),
           .gradients_aligned = columns_aligned(p.d_kv) && columns_aligned(p.d_gate)};
 }
 
 void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
-  const std::int64_t ctas = plan.strips + plan.clearing_ctas;
+  const std::int64_t ctas = plan.key_tiles + plan.clearing_ctas;
   if (ctas == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
     const BackwardParams<Element> params = params_of<Element>(p, plan, workspace);

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(32 * kWarps) select_keys_in_cluster(const __gr
   HOPWELL_UNROLL
   for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
     const int key = scores.first + 32 * i + arch::lane_index();
-    scores.order[i] = key < row.visible ? order_of(row.scores[key]) : 0;
+    scores.order[i] = key < row.visible ? sortable_key(row.scores[key]) : 0;
   }
   arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
   write_topk(p, s, row, scores, find_threshold<kWarps>(p, s, row, scores));

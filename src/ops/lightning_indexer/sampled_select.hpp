@@ -30,7 +30,7 @@ struct SampledSelectConfig {
   static constexpr int kSamples = 8;       // per thread
   static constexpr int kNeighbours = 8;    // adjacent keys per group of samples: one sector
   static constexpr int kListed = 2048;     // capacity of the list in keys
-  static constexpr int kTogether = 16;     // loads of a lane in flight
+  static constexpr int kUnroll = 16;       // loads of a lane in flight
   static constexpr int kLeastKeys = 1024;  // a shorter row has too small a sample
   static constexpr float kReach = 8;       // the buckets cover this many mean deviations on either side of the mean
   static constexpr float kMargin = 4;      // bounds: this many standard deviations of a rank from its expectation
@@ -204,7 +204,8 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
   const int between = (has_low ? low.above + low.count : sampled) - (has_high ? high.above : 0);
   if (float(between) * float(row.visible) > float(Config::kListed) * float(sampled)) return {0, 0};
-  return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
+  return {has_low ? sortable_key(scale.edge(low.digit)) : 0,
+          has_high ? sortable_key(scale.edge(high.digit + 1)) : UINT32_MAX};
 }
 
 // Keys first … end − 1 of a warp; or words of 32 keys of a lane.
@@ -235,27 +236,27 @@ HOPWELL_DEVICE bool reaches(float score, uint32_t positive_bound) {
 
 template <bool kPositive, bool kWhole>
 HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int first, int end, const Bounds& bounds) {
-  constexpr int kTogether = SampledSelectConfig::kTogether;
+  constexpr int kUnroll = SampledSelectConfig::kUnroll;
   const int key = first + arch::lane_index();
-  float score[kTogether];
+  float score[kUnroll];
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i) score[i] = kWhole || key + 32 * i < end ? row.scores[key + 32 * i] : 0;
-  SampledSelectStorage::Bits bits[kTogether];
+  for (int i = 0; i < kUnroll; ++i) score[i] = kWhole || key + 32 * i < end ? row.scores[key + 32 * i] : 0;
+  SampledSelectStorage::Bits bits[kUnroll];
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i) {
+  for (int i = 0; i < kUnroll; ++i) {
     const bool exists = kWhole || key + 32 * i < end;
-    const bool above = kPositive ? reaches(score[i], bounds.high) : order_of(score[i]) >= bounds.high,
-               reach = kPositive ? reaches(score[i], bounds.low) : order_of(score[i]) >= bounds.low;
+    const bool above = kPositive ? reaches(score[i], bounds.high) : sortable_key(score[i]) >= bounds.high,
+               reach = kPositive ? reaches(score[i], bounds.low) : sortable_key(score[i]) >= bounds.low;
     bits[i] = {arch::ballot(exists && above), arch::ballot(exists && reach)};
   }
   if (arch::lane_index() > 0) return;
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i)
+  for (int i = 0; i < kUnroll; ++i)
     if (kWhole || first + 32 * i < end) s.bits[first / 32 + i] = bits[i];
 }
 template <bool kPositive>
 HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, const Range& keys, const Bounds& bounds) {
-  constexpr int kBatch = 32 * SampledSelectConfig::kTogether;
+  constexpr int kBatch = 32 * SampledSelectConfig::kUnroll;
   int first = keys.first;
   for (; first + kBatch <= keys.end; first += kBatch) mark_batch<kPositive, true>(s, row, first, keys.end, bounds);
   HOPWELL_NO_UNROLL
@@ -364,7 +365,7 @@ HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& 
                                    const Bounds& bounds, const Between& between) {
   const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
   for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
-    const uint32_t order = order_of(row.scores[s.keys[i]]);
+    const uint32_t order = sortable_key(row.scores[s.keys[i]]);
     s.orders[i] = order;
     arch::red_add_shared(true, counts + 4 * ((order - bounds.low) >> shift), 1);
   }
@@ -376,22 +377,22 @@ HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& 
 // Writes positions `first` … end − 1 from the list, up to 256, so that a lane's loads of scores overlap.
 template <bool kWhole>
 HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first, int end) {
-  constexpr int kTogether = 8;
+  constexpr int kUnroll = 8;
   const int place = first + arch::lane_index();
   int* const indices = row.indices + place;
   float* const top_scores = row.top_scores + place;
-  int key[kTogether];
+  int key[kUnroll];
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i) key[i] = kWhole || place + 32 * i < end ? keys[arch::lane_index() + 32 * i] : 0;
+  for (int i = 0; i < kUnroll; ++i) key[i] = kWhole || place + 32 * i < end ? keys[arch::lane_index() + 32 * i] : 0;
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i)
+  for (int i = 0; i < kUnroll; ++i)
     if (kWhole || place + 32 * i < end) indices[32 * i] = row.first_key + key[i];
   if (row.top_scores == nullptr) return;
-  float score[kTogether];
+  float score[kUnroll];
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i) score[i] = row.scores[key[i]];
+  for (int i = 0; i < kUnroll; ++i) score[i] = row.scores[key[i]];
   HOPWELL_UNROLL
-  for (int i = 0; i < kTogether; ++i)
+  for (int i = 0; i < kUnroll; ++i)
     if (kWhole || place + 32 * i < end) top_scores[32 * i] = score[i];
 }
 template <int kWarps>

@@ -70,7 +70,7 @@ HOPWELL_DEVICE void write_visible(const QueryRow& row, int i) {
 }
 
 // Sortable key of a float: integers in the order of the floats.
-HOPWELL_DEVICE uint32_t order_of(float x) {
+HOPWELL_DEVICE uint32_t sortable_key(float x) {
   const auto bits = arch::bit_cast<uint32_t>(x);
   return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000U);
 }
@@ -94,15 +94,15 @@ HOPWELL_DEVICE WarpKeys keys_of_warp(const SelectParams& p, int first, int end) 
 // Calls visit(key, score, whether the key exists) for 32 keys at a time, one per lane, with eight loads in flight.
 template <class Visit>
 HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Visit visit) {
-  constexpr int kTogether = 8;
+  constexpr int kUnroll = 8;
   const int lane = arch::lane_index();
   int first = keys.begin;
-  for (; first + 32 * kTogether <= keys.end; first += 32 * kTogether) {
-    float score[kTogether];
+  for (; first + 32 * kUnroll <= keys.end; first += 32 * kUnroll) {
+    float score[kUnroll];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) score[i] = scores[first + lane + 32 * i];
+    for (int i = 0; i < kUnroll; ++i) score[i] = scores[first + lane + 32 * i];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) visit(first + lane + 32 * i, score[i], true);
+    for (int i = 0; i < kUnroll; ++i) visit(first + lane + 32 * i, score[i], true);
   }
   HOPWELL_NO_UNROLL
   for (; first < keys.end; first += 32) {
@@ -149,14 +149,15 @@ HOPWELL_DEVICE int find_end_of_ties(const SelectParams& p, SelectStorage& s, con
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const WarpKeys keys = keys_of_warp(p, 0, row.visible);
   int equal = 0;
-  for_each_score(row.scores, keys, [&](int, float score, bool exists) { equal += exists && order_of(score) == order; });
+  for_each_score(row.scores, keys,
+                 [&](int, float score, bool exists) { equal += exists && sortable_key(score) == order; });
   equal = tile::sum_of_warp(equal);
   if (lane == 0) s.of_warp[warp] = equal;
   arch::syncthreads();
   int before = sum_of_warps(s, warp);
   if (before < count && before + equal >= count) {
     for_each_score(row.scores, keys, [&](int key, float score, bool exists) {
-      const uint32_t are_equal = arch::ballot(exists && order_of(score) == order);
+      const uint32_t are_equal = arch::ballot(exists && sortable_key(score) == order);
       const int up_to_lane = before + std::popcount(are_equal << (31 - lane));
       if ((are_equal >> lane & 1) && up_to_lane == count) s.end_of_ties = key + 1;
       before += std::popcount(are_equal);
@@ -179,11 +180,11 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s,
     shift -= bits, prefix <<= bits;
     if (first) {
       for_each_score(row.scores, keys, [&](int, float score, bool exists) {
-        arch::red_add_shared(exists, counts + 4 * (order_of(score) >> shift), 1);
+        arch::red_add_shared(exists, counts + 4 * (sortable_key(score) >> shift), 1);
       });
     } else {
       for_each_score(row.scores, keys, [&](int, float score, bool exists) {
-        const uint32_t digit = (order_of(score) >> shift) - prefix;
+        const uint32_t digit = (sortable_key(score) >> shift) - prefix;
         arch::red_add_shared(exists && digit >> bits == 0, counts + 4 * digit, 1);
       });
     }
@@ -202,7 +203,7 @@ HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKe
   const int lane = arch::lane_index();
   int count = 0;
   for_each_score(row.scores, keys, [&](int key, float score, bool exists) {
-    const uint32_t order = order_of(score);
+    const uint32_t order = sortable_key(score);
     const bool taken = order > threshold.order || (kTies && order == threshold.order && key < threshold.end_of_ties);
     const uint32_t bits = arch::ballot(exists && taken);
     if (lane == 0) s.words[word] = bits;
@@ -215,16 +216,16 @@ HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKe
 // of scores overlap.
 HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const QueryRow& row, const WarpKeys& keys,
                                int first_word, int at) {
-  constexpr int kTogether = 4;
+  constexpr int kUnroll = 4;
   const int lane = arch::lane_index(), words = (keys.end - keys.begin + 31) / 32;
   for (int word = 0; word < words; word += 32) {
     uint32_t bits = word + lane < words ? s.words[first_word + word + lane] : 0;
     const int count = std::popcount(bits), up_to_lane = tile::sum_up_to_lane(count);
-    for (int place = at + up_to_lane - count; bits != 0; place += kTogether) {
-      int key[kTogether];
-      float score[kTogether];
+    for (int place = at + up_to_lane - count; bits != 0; place += kUnroll) {
+      int key[kUnroll];
+      float score[kUnroll];
       HOPWELL_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         const int trailing_zeros = std::popcount(~bits & (bits - 1));  // nvcc evaluates std::countr_zero as a constant
         // If a barrier is lost, positions are still inside the row.
         key[i] = bits != 0 && place + i < p.topk ? keys.begin + 32 * (word + lane) + trailing_zeros : -1;
@@ -232,7 +233,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
         bits &= bits - 1;
       }
       HOPWELL_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      for (int i = 0; i < kUnroll; ++i) {
         if (key[i] < 0) break;
         row.indices[place + i] = row.first_key + key[i];
         if (row.top_scores) row.top_scores[place + i] = score[i];

@@ -32,7 +32,7 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 using arch::bf16;
-using tile::kHeadTile, tile::kLimbs;
+using tile::kHeadTile, tile::kSplitTerms;
 
 // g of an entry without a score: no visible key, or a score of −inf. No sum or product has these bits.
 constexpr uint32_t kNoScore = 0xffc0deadU;
@@ -42,7 +42,7 @@ HOPWELL_DEVICE bool has_score(float g) { return arch::bit_cast<uint32_t>(g) != k
 // A head's part of dq: 0 if no entry contributes, even if the weight is NaN.
 HOPWELL_DEVICE float weighted(float weight, float sum) { return sum != 0 ? weight * sum : 0; }
 
-constexpr int kGradientLimbs = 3;  // bf16x3 split; two terms would be enough, except for sums that cancel
+constexpr int kGradientTerms = 3;  // bf16x3 split; two terms would be enough, except for sums that cancel
 
 template <class T>
 struct Params {

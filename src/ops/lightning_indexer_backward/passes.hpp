@@ -51,7 +51,7 @@ HOPWELL_DEVICE float bound_of_query(const Params<T>& p, int64_t query) {
   for (int head = 0; head < p.heads; ++head) {
     float largest = 0, x[8];
     for (int column = 8 * arch::lane_index(); column < p.columns; column += 8 * 32) {
-      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
+      tile::sum_split(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
       for (const float value : x) largest = fmaxf(largest, fabsf(value));
     }
     bound +=

@@ -14,7 +14,7 @@ void lay_out(Plan& plan, const PassProblem& p) {
   runtime::WorkspaceLayout layout;
   w.gradients = layout.reserve(4 * p.pass_queries * p.topk);
   if (!p.losses) w.losses = layout.reserve(8 * p.s_q);
-  if (!p.indices) w.apart = layout.reserve(4 * p.pass_queries);
+  if (!p.indices) w.ungrouped = layout.reserve(4 * p.pass_queries);
   if (p.deterministic) {
     w.fixed_d_k = layout.reserve(8 * p.s_kv * p.d_index);
     w.largest = layout.reserve(4 * p.s_kv);

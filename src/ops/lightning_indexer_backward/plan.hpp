@@ -11,7 +11,7 @@ namespace hopwell::ops::lightning_indexer_backward {
 struct Workspace {
   std::size_t gradients = 0;  // fp32 [pass_queries, topk]: gradients of the scores
   std::size_t losses = 0;     // fp64 [s_q]
-  std::size_t apart = 0;      // uint32 [pass_queries], without indices only: ungrouped flag per query group
+  std::size_t ungrouped = 0;  // uint32 [pass_queries], without indices only: ungrouped flag per query group
   std::size_t fixed_d_k = 0;  // int64 [s_kv, d_index]
   std::size_t largest = 0;    // uint32 [s_kv]
   std::size_t count = 0;      // uint32 [s_kv]

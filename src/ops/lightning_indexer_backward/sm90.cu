@@ -41,7 +41,7 @@ void launch_groups(const PassProblem& problem, const Plan& plan, void* workspace
   const auto queries = static_cast<int>(problem.queries()), group = plan.group;
   const auto groups = static_cast<std::uint32_t>((queries + group - 1) / group);
   GroupParams p{params_of<bf16>(problem, plan, workspace, ScoreConfig::kWarps), queries, group, nullptr};
-  p.apart = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.apart);
+  p.ungrouped = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.ungrouped);
   launch_passes(problem, plan, static_cast<const Params<bf16>&>(p), workspace, stream, [&] {
     runtime::launch(
         kName, score_groups<kRelu, kRows>,

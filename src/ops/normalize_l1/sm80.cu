@@ -16,15 +16,15 @@ struct Params {
 };
 
 __global__ void __launch_bounds__(32 * kWarps) normalize_rows(const __grid_constant__ Params p) {
-  constexpr int kTogether = 8;
+  constexpr int kUnroll = 8;
   const int64_t row = int64_t{arch::block_index()} * kWarps + arch::warp_index();
   if (row >= p.rows) return;
   const float* from = p.attn + row * p.attn_stride;
   float total = 0;
   HOPWELL_NO_UNROLL
-  for (int first = arch::lane_index(); first < p.columns; first += 32 * kTogether) {
+  for (int first = arch::lane_index(); first < p.columns; first += 32 * kUnroll) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) total += first + 32 * i < p.columns ? from[first + 32 * i] : 0;
+    for (int i = 0; i < kUnroll; ++i) total += first + 32 * i < p.columns ? from[first + 32 * i] : 0;
   }
   tile::normalize(from, p.out + row * p.out_stride, p.columns, total);
 }

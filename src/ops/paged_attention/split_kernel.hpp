@@ -6,7 +6,7 @@
 //           mma tiles are twice as large
 // Roles     none: every warp walks along its own share of the tiles (schedule.hpp), copies its tiles and computes them.
 //           The warps of a CTA meet only at the end, to merge their partial results of the same row blocks (merge.hpp,
-//           handover.hpp)
+//           combine.hpp)
 // Ring      2 stages per warp, more for smaller tiles. A stage is private to each lane: a lane reads only chunks that
 //           it copied itself, except for packed rows. mma tiles have one stage, which is refilled in parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
@@ -15,7 +15,7 @@
 // Bound     memory: 2 tiles × 8 warps × 8 KiB in flight per SM; 450 to 870 instructions for 8 KiB are half of the issue
 //           slots. At the beginning and at the end of a call the instructions are fetched from memory, so short code is
 //           faster there
-// Launch    cooperative, one CTA per SM: CTAs wait for each other's partial results (handover.hpp)
+// Launch    cooperative, one CTA per SM: CTAs wait for each other's partial results (combine.hpp)
 //
 // Hidden keys and keys on missing pages are never read: their copies have length 0 and write zeros.
 #pragma once
@@ -23,7 +23,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "ops/paged_attention/gpu/handover.hpp"
+#include "ops/paged_attention/gpu/combine.hpp"
 #include "ops/paged_attention/gpu/partition.hpp"
 #include "ops/paged_attention/gpu/prefetch.hpp"
 #include "ops/paged_attention/plan.hpp"

@@ -39,10 +39,9 @@ struct RowIndices {
 };
 
 /// Starts copying a tile, executed by one warp: row i is data + index · stride (elements), to kColumns / 64 panels from
-/// `destination` on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. kUnroll
-/// (here `kTogether`), a divisor of 16: number of four-row copies in flight per loop iteration; more is faster and
-/// takes more registers.
-template <int kColumns, int kTogether = 1>
+/// `destination` on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. kUnroll,
+/// a divisor of 16: number of four-row copies in flight per loop iteration; more is faster and takes more registers.
+template <int kColumns, int kUnroll = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
@@ -50,9 +49,9 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
   const uint32_t low = indices.rows.has(indices.low) ? uint32_t(indices.low) * chunks : kNone;
   const uint32_t high = indices.rows.has(indices.high) ? uint32_t(indices.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
-  for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
+  for (uint32_t first = 0; first < kTileRows / 4; first += kUnroll) {
     HOPWELL_UNROLL
-    for (uint32_t i = first; i < first + kTogether; ++i) {
+    for (uint32_t i = first; i < first + kUnroll; ++i) {
       const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
       const bool valid = offset != kNone;
       const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;

@@ -1,7 +1,7 @@
 // Matrices of e4m3, bf16 or fp32 in global memory with rows of any alignment.
 #pragma once
 
-#include "tile/gpu/limbs.hpp"
+#include "tile/gpu/bf16_split.hpp"
 #include "tile/gpu/views.hpp"
 
 namespace hopwell::tile {
@@ -15,8 +15,8 @@ struct RowMajor {
   bool in_chunks;  // every row is a multiple of eight columns, aligned to 16 bytes (e4m3: 8)
 
   /// bf16 split of columns `column` to `column` + 7 of a row; zeros past the last column.
-  HOPWELL_DEVICE Chunk<kLimbs<T>> chunk(const T* row, int column) const {
-    Chunk<kLimbs<T>> chunk{};
+  HOPWELL_DEVICE Chunk<kSplitTerms<T>> chunk(const T* row, int column) const {
+    Chunk<kSplitTerms<T>> chunk{};
     if (column >= columns) return chunk;
     if constexpr (sizeof(T) == 1) {
       uint64_t codes = 0;
@@ -32,13 +32,13 @@ struct RowMajor {
       if (in_chunks) return {{arch::load_vector<arch::Words4>(row + column)}};
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i)
-        if (column + i < columns) chunk.limb[0].w[i / 2] |= uint32_t{row[column + i].bits} << 16 * (i % 2);
+        if (column + i < columns) chunk.split_term[0].w[i / 2] |= uint32_t{row[column + i].bits} << 16 * (i % 2);
       return chunk;
     } else {
       float x[8];
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i) x[i] = column + i < columns ? row[column + i] : 0;
-      return split<kLimbs<T>>(x);
+      return split<kSplitTerms<T>>(x);
     }
   }
 };

@@ -126,15 +126,15 @@ struct Heads {
 // the products.
 template <int kN>
 struct Scores {
-  static constexpr int kTogether = kN < 4 ? kN : 4;
-  float of_group[kN / kTogether][kTogether][1][4] = {};
+  static constexpr int kUnroll = kN < 4 ? kN : 4;
+  float of_group[kN / kUnroll][kUnroll][1][4] = {};
 
-  HOPWELL_DEVICE float at(int n, int i) const { return of_group[n / kTogether][n % kTogether][0][i]; }
+  HOPWELL_DEVICE float at(int n, int i) const { return of_group[n / kUnroll][n % kUnroll][0][i]; }
   // Adds the products of a slab's column blocks. `blocks` may exceed the number of blocks.
   HOPWELL_DEVICE void add_slab(const Rows (&q)[1], const tile::MmaTile<1, kTileKeys>& keys, int first_key, int blocks) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kN / kTogether; ++i) {
-      const int first = first_key + 8 * kTogether * i;
+    for (int i = 0; i < kN / kUnroll; ++i) {
+      const int first = first_key + 8 * kUnroll * i;
       if (blocks >= kColumnBlocks)
         tile::multiply<true>(of_group[i], q, keys, first, kColumnBlocks);
       else

@@ -43,7 +43,9 @@ struct Config {
   static constexpr int kBarriers = 2 * kStages;  // item i uses stage i % 3 and barriers i % 6
 };
 enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kParts };
-enum NamedBarrier { kTurn = 1 };  // ping-pong order barrier kTurn + g: warpgroup g may start its products
+enum NamedBarrier {
+  kOrderBarrier = 1
+};  // ping-pong order barrier kOrderBarrier + g: warpgroup g may start its products
 
 template <int kDqk>
 struct SharedStorage {
@@ -82,7 +84,7 @@ struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kPart
 
 // A warp copies its part of the columns of all rows. It never waits for its copies, which arrive at the mbarrier
 // themselves.
-template <int kDqk, int kTogether>
+template <int kDqk, int kUnroll>
 HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const bf16* data, int64_t stride,
                               tile::RowIndices indices) {
   constexpr int kColumns = Config::kPartColumns, kLast = kDqk - (Config::kParts - 1) * kColumns;
@@ -98,9 +100,9 @@ HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const 
     return;
   }
   if (kLast == kColumns || part < Config::kParts - 1)
-    tile::gather_rows<kColumns, kTogether>(to, data, stride, indices);
+    tile::gather_rows<kColumns, kUnroll>(to, data, stride, indices);
   else
-    tile::gather_rows<kLast, kTogether>(to, data, stride, indices);
+    tile::gather_rows<kLast, kUnroll>(to, data, stride, indices);
   tile::arrive_after_copies<true>(slot.full(part));
 }
 
@@ -112,7 +114,7 @@ HOPWELL_DEVICE tile::RowIndices keys_of(const Entries& entries, int tile) {
 template <int kDqk, bool kAlternate, bool kOrdered>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
   // The gather is the bottleneck with up to 64 heads; otherwise bursts of copies delay products and sums.
-  constexpr int kTogether = kAlternate ? 16 : 2;
+  constexpr int kUnroll = kAlternate ? 16 : 2;
   int item = 0;
   uint32_t seen = 0;  // throttle progress; the other parts follow this part through the ring
   for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
@@ -130,7 +132,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       next = second;
       second = keys_of(entries, tile + 2);
       if (paced && tile % kPaceTiles == 0) p.pace.keep(int(query), seen, tile / kPaceTiles);
-      copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
+      copy_part<kDqk, kUnroll>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
     }
   });
   arch::cp_async_wait_all();  // no thread exits before its copies complete
@@ -164,7 +166,7 @@ HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][
 template <int kDqk>
 HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16][4], RowSlot<kDqk> slot,
                              uint32_t arrivals, int group) {
-  arch::barrier_sync(kTurn + group, 256);  // kept: the order is for speed; no result depends on it
+  arch::barrier_sync(kOrderBarrier + group, 256);  // kept: the order is for speed; no result depends on it
   HOPWELL_UNROLL
   for (int part = 0; part < Config::kParts; ++part) {
     slot.wait_full(part);
@@ -174,7 +176,7 @@ HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16]
   slot.release(0, arrivals);
   arch::wgmma_wait<1>();
   slot.release(1, arrivals);
-  arch::barrier_arrive(kTurn + (group ^ 1), 256);
+  arch::barrier_arrive(kOrderBarrier + (group ^ 1), 256);
   arch::wgmma_wait<0>(scores);
   slot.release(2, arrivals);
 }
@@ -223,7 +225,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
   constexpr int kHeadTiles = kAlternate ? 1 : 2;
   const int warp = arch::warp_index() % (kAlternate ? 4 : 8);
   int item = 0, key_tile = 0;
-  if (group == 1) arch::barrier_arrive(kTurn, 256);  // warpgroup 0 starts
+  if (group == 1) arch::barrier_arrive(kOrderBarrier, 256);  // warpgroup 0 starts
   for_each_pass(p, [&](int64_t query, const Entries&, int tiles, int pass) {
     const int head_tile = kAlternate ? 0 : group;
     float lse[2];
@@ -231,8 +233,8 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
     uint32_t q[kDqk / 16][4];
     load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
     if (kAlternate && (item & 1) == group) {  // the order follows the items
-      arch::barrier_sync(kTurn + group, 256);
-      arch::barrier_arrive(kTurn + (group ^ 1), 256);
+      arch::barrier_sync(kOrderBarrier + group, 256);
+      arch::barrier_arrive(kOrderBarrier + (group ^ 1), 256);
     }
     item += kHeadTiles;
     HOPWELL_NO_UNROLL

@@ -24,7 +24,7 @@
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
-using tile::Chunk, tile::kColumnBlocks, tile::kHeadTile, tile::kLimbs, tile::MmaRows;
+using tile::Chunk, tile::kColumnBlocks, tile::kHeadTile, tile::kSplitTerms, tile::MmaRows;
 
 struct ScoreConfig {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -45,7 +45,7 @@ struct ScoreParams : ScoreTask {
 
 template <class T>
 struct ScoreStorage {
-  tile::MmaTile<kLimbs<T>, kHeadTile> q[kStages<T>];
+  tile::MmaTile<kSplitTerms<T>, kHeadTile> q[kStages<T>];
   alignas(16) float weights[kStages<T>][kHeadTile];
   Span visible[kStages<T>][kHeadTile / 8];  // per query
   Span of_warp[2][ScoreConfig::kWarps];
@@ -78,7 +78,7 @@ struct QueryLoader {
         arch::cp_async(s.q[stage].address(0) + tile::chunk_offset(uint32_t(row), uint32_t(number)),
                        from + (wanted ? 8 * number : 0), wanted ? 16 : 0);
       } else {
-        s.q[stage].store(row, number, exists ? p.q.chunk(from, 8 * number) : Chunk<kLimbs<T>>{});
+        s.q[stage].store(row, number, exists ? p.q.chunk(from, 8 * number) : Chunk<kSplitTerms<T>>{});
       }
     };
     if constexpr (sizeof(T) == 1) {  // unrolled, the decoding spills registers
@@ -108,7 +108,7 @@ struct QueryLoader {
 
 // Loads this lane's keys.
 template <class T>
-HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs<T>> (&keys)[kTilesM<T>]) {
+HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>]) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int m = 0; m < kTilesM<T>; ++m) {
@@ -119,7 +119,7 @@ HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs
       for (int block = 0; block < kColumnBlocks; ++block)
         keys[m].chunk[block][half] = key < p.s_kv && block < p.column_blocks
                                          ? p.k.chunk(p.k.data + key * p.k.stride, 32 * block + 8 * t)
-                                         : Chunk<kLimbs<T>>{};
+                                         : Chunk<kSplitTerms<T>>{};
     }
   }
 }
@@ -128,7 +128,7 @@ HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs
 // rows are not padding.
 template <bool kWhole, bool kRelu, int kN, class T>
 HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
-                              const MmaRows<kLimbs<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
+                              const MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
   const int t = arch::lane_index() % 4;
   float d[kN][kTilesM<T>][4] = {};
   tile::multiply<kWhole>(d, keys, s.q[stage], row, p.column_blocks);
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
     if (first + i < end) loader.copy(p, s, i);
     arch::cp_async_commit();
   }
-  MmaRows<kLimbs<T>> keys[kTilesM<T>];
+  MmaRows<kSplitTerms<T>> keys[kTilesM<T>];
   load_keys(p, first_key, keys);
   const float scale = scale_of_key<T>(p, first_key + arch::lane_index() % 4 * 8 + arch::lane_index() / 4);
   float sums[kTilesM<T>][2] = {};

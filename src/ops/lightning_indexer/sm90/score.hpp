@@ -16,7 +16,7 @@
 //           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     weighting and sums of both, overlapping the
 //           score 2                └ P0 ▓▓ ┐ Σ0          └ …   products of the other warpgroups
 // Barriers  ring     full: rows and weights of a tile have arrived; empty: all score warps have read them
-//           kTurn + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because those of
+//           kOrderBarrier + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because those of
 //                    the previous warpgroup are complete. A warpgroup that skips a tile, because its queries do not see
 //                    its keys, also waits and passes the order on
 // Sums      first over the heads in a lane, then over the quad: in a fixed order
@@ -220,12 +220,12 @@ HOPWELL_DEVICE void start_products(float (&d)[32], const ScoreKeys<T>& keys, uin
   arch::wgmma_commit();
 }
 
-// Ping-pong order (here `kTurn`) for e4m3: warpgroups issue their products one after another, tile by tile. A warpgroup
+// Ping-pong order for e4m3: warpgroups issue their products one after another, tile by tile. A warpgroup
 // passes the order on when its products are complete, so that its sums overlap with the products of the others. bf16
 // products take twice as long, and there the order only costs time (measured).
 enum NamedBarrier {
-  kTurn = 1
-};  // kTurn + g: warpgroup g may issue its products; joined by g and the previous warpgroup
+  kOrderBarrier = 1
+};  // kOrderBarrier + g: warpgroup g may issue its products; joined by g and the previous warpgroup
 template <class T>
 struct Turn {
   static constexpr int kGroups = ScoreConfig<T>::kGroups;
@@ -236,10 +236,10 @@ struct Turn {
     if (group == kGroups - 1) pass();
   }
   HOPWELL_DEVICE void take() const {
-    if constexpr (kTaken) arch::barrier_sync(kTurn + group, 256);  // kept: for speed; no result depends on it
+    if constexpr (kTaken) arch::barrier_sync(kOrderBarrier + group, 256);  // kept: for speed; no result depends on it
   }
   HOPWELL_DEVICE void pass() const {
-    if constexpr (kTaken) arch::barrier_arrive(kTurn + (group + 1) % kGroups, 256);
+    if constexpr (kTaken) arch::barrier_arrive(kOrderBarrier + (group + 1) % kGroups, 256);
   }
 };
 

@@ -13,7 +13,7 @@ template <class T, class Visit>
 HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int threads, Visit visit) {
   for (int i = arch::thread_index(); i < kHeadTile * 4 * p.column_blocks; i += threads) {
     const int row = i / (4 * p.column_blocks), number = i - row * 4 * p.column_blocks, head = first + row;
-    Chunk<kLimbs<T>> chunk{};
+    Chunk<kSplitTerms<T>> chunk{};
     float weight = 0;
     if (head < p.heads) {
       chunk = p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * number);
@@ -25,7 +25,7 @@ HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int
 
 // Loads rows g and g + 8 of this lane: the keys of two entries; zeros for an invalid entry.
 template <class T>
-HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kLimbs<T>>& to) {
+HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kSplitTerms<T>>& to) {
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const T* row = p.k.data + int64_t{keys[half] < 0 ? 0 : keys[half]} * p.k.stride;
@@ -33,7 +33,7 @@ HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kLi
     for (int block = 0; block < kColumnBlocks; ++block) {
       to.chunk[block][half] = keys[half] >= 0 && block < p.column_blocks
                                   ? p.k.chunk(row, 32 * block + arch::lane_index() % 4 * 8)
-                                  : Chunk<kLimbs<T>>{};
+                                  : Chunk<kSplitTerms<T>>{};
     }
   }
 }

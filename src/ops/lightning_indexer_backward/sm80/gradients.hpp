@@ -18,9 +18,9 @@ struct GradientConfig {
 
 template <class T>
 struct GradientStorage {
-  MmaTile<kLimbs<T>, kHeadTile> q;
-  MmaTile<kGradientLimbs, kHeadTile> weighted_q;                                  // w_j q_j
-  MmaTile<kGradientLimbs, GradientConfig::kEntries> weighted_keys;                // g_i k_i
+  MmaTile<kSplitTerms<T>, kHeadTile> q;
+  MmaTile<kGradientTerms, kHeadTile> weighted_q;                                  // w_j q_j
+  MmaTile<kGradientTerms, GradientConfig::kEntries> weighted_keys;                // g_i k_i
   alignas(128) unsigned char positive[GradientConfig::kEntries * kHeadTile * 2];  // [entry][head], bf16 0 or 1
   float weights[kHeadTile];
   float d_weights[2][kHeadTile];  // for the entries of two warps
@@ -51,12 +51,12 @@ HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, const tile::Entries& a
 template <class T>
 HOPWELL_DEVICE void load_heads(const Params<T>& p, GradientStorage<T>& s, int query, int first) {
   for_each_chunk(p, query, first, GradientConfig::kThreads,
-                 [&](int row, int number, const Chunk<kLimbs<T>>& chunk, float weight) {
+                 [&](int row, int number, const Chunk<kSplitTerms<T>>& chunk, float weight) {
                    s.q.store(row, number, chunk);
                    float x[8];
-                   tile::sum_limbs(chunk, x);
+                   tile::sum_split(chunk, x);
                    for (float& value : x) value *= weight;
-                   s.weighted_q.store(row, number, tile::split_finite<kGradientLimbs>(x));
+                   s.weighted_q.store(row, number, tile::split_finite<kGradientTerms>(x));
                    if (number == 0) s.weights[row] = weight;
                  });
   arch::syncthreads();
@@ -68,7 +68,7 @@ HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, con
                                   float (&d_weights)[4][2]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
   const int first_entry = arch::warp_index() % 2 * 16, side = arch::warp_index() / 2;
-  MmaRows<kLimbs<T>> rows[1];
+  MmaRows<kSplitTerms<T>> rows[1];
   gather(p, entries.keys, rows[0]);
   HOPWELL_UNROLL
   for (int block = 0; block < kColumnBlocks; ++block) {
@@ -76,9 +76,9 @@ HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, con
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
       float x[8];
-      tile::sum_limbs(rows[0].chunk[block][half], x);
+      tile::sum_split(rows[0].chunk[block][half], x);
       for (float& value : x) value *= entries.g[half];
-      s.weighted_keys.store(first_entry + 8 * half + g, 4 * block + t, tile::split_finite<kGradientLimbs>(x));
+      s.weighted_keys.store(first_entry + 8 * half + g, 4 * block + t, tile::split_finite<kGradientTerms>(x));
     }
   }
   HOPWELL_UNROLL
@@ -109,13 +109,13 @@ HOPWELL_DEVICE uint32_t lane_offset() {
 // d += a · 16 rows of the tile from row 16 · `block` on, columns 16 · `column` to 16 · `column` + 15.
 template <int kRows>
 HOPWELL_DEVICE void multiply_by_columns(float (&d)[2][4], const uint32_t (&a)[4],
-                                        const MmaTile<kGradientLimbs, kRows>& tile, uint32_t offset, int block,
+                                        const MmaTile<kGradientTerms, kRows>& tile, uint32_t offset, int block,
                                         int column) {
   HOPWELL_UNROLL
-  for (int limb = 0; limb < kGradientLimbs; ++limb) {
+  for (int split_term = 0; split_term < kGradientTerms; ++split_term) {
     uint32_t b[4];
     arch::ldmatrix<arch::Transpose::yes>(
-        b, tile.address(limb) + uint32_t(block) * 4096 + (offset ^ uint32_t(column) << 5));
+        b, tile.address(split_term) + uint32_t(block) * 4096 + (offset ^ uint32_t(column) << 5));
     const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
     arch::mma_m16n8k16_bf16(d[0], a, left);
     arch::mma_m16n8k16_bf16(d[1], a, right);

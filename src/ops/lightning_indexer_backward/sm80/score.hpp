@@ -17,7 +17,7 @@ struct ScoreConfig {
 
 template <class T>
 struct ScoreStorage {
-  MmaTile<kLimbs<T>, kHeadTile> q;
+  MmaTile<kSplitTerms<T>, kHeadTile> q;
   float weights[kHeadTile];
   float of_warp[ScoreConfig::kMaxWarps];
 };
@@ -27,7 +27,7 @@ template <class T>
 HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query, int first) {
   arch::syncthreads();  // the previous heads have been read
   for_each_chunk(p, query, first, 32 * p.score_warps,
-                 [&](int row, int number, const Chunk<kLimbs<T>>& chunk, float weight) {
+                 [&](int row, int number, const Chunk<kSplitTerms<T>>& chunk, float weight) {
                    s.q.store(row, number, chunk);
                    if (number == 0) s.weights[row] = weight;
                  });
@@ -40,7 +40,7 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
                                int first_entry, int first_head) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   const int keys[2] = {entries.key(first_entry + g), entries.key(first_entry + 8 + g)};
-  MmaRows<kLimbs<T>> rows[1];
+  MmaRows<kSplitTerms<T>> rows[1];
   gather(p, keys, rows[0]);
   float sums[2] = {0, 0};
   const int heads = p.heads - first_head < kHeadTile ? p.heads - first_head : kHeadTile;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
     for (int row = warp; row < kHeadTile && first + row < p.heads; row += p.score_warps) {
       float largest = 0, x[8];
       for (int number = lane; number < 4 * p.column_blocks; number += 32) {
-        tile::sum_limbs(s.q.load(row, number), x);
+        tile::sum_split(s.q.load(row, number), x);
         for (float value : x) largest = fmaxf(largest, fabsf(value));
       }
       largest = tile::max_of_warp(largest);

@@ -41,18 +41,19 @@ struct EntryParams : Params<bf16> {
 struct EntryTile {
   int key[kTileEntries];  // −1: invalid, or without a score
   float g[kTileEntries];
-  alignas(16) uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16 pairs of entries, at limb_place
+  alignas(16) uint32_t g_terms[kGradientTerms][kTileEntries / 2];  // bf16 pairs of entries, at term_place
   alignas(16) uint32_t positive[kPositiveWords];
 };
 
-// Stores the bf16 split (here `limbs`) of a number at slot `place` of 64.
-HOPWELL_DEVICE void store_limbs(uint32_t (&limbs)[kGradientLimbs][32], int place, float x) {
+// Stores the bf16 split of a number at slot `place` of 64.
+HOPWELL_DEVICE void store_split(uint32_t (&split_terms)[kGradientTerms][32], int place, float x) {
   HOPWELL_UNROLL
-  for (auto& limb : limbs) reinterpret_cast<uint16_t*>(limb)[place] = uint16_t(tile::take_limb(x) >> 16);
+  for (auto& split_term : split_terms)
+    reinterpret_cast<uint16_t*>(split_term)[place] = uint16_t(tile::take_term(x) >> 16);
 }
 // Slot of entry i: a lane finds the values of its fragments consecutively: eight pairs of adjacent entries, at a
 // distance of eight entries.
-HOPWELL_DEVICE int limb_place(int i) { return i % 8 / 2 * 16 + i / 8 * 2 + i % 2; }
+HOPWELL_DEVICE int term_place(int i) { return i % 8 / 2 * 16 + i / 8 * 2 + i % 2; }
 
 template <int kTheStages>
 struct EntryRing {
@@ -132,7 +133,7 @@ struct RowCopies {
 HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry, bool& any_nan) {
   if (arch::lane_index() < 16) {
     tile.key[row] = entry.key, tile.g[row] = entry.g;
-    store_limbs(tile.g_limbs, limb_place(row), entry.g);
+    store_split(tile.g_terms, term_place(row), entry.g);
   }
   if (arch::ballot(entry.g != entry.g) != 0 && arch::lane_index() == 0) any_nan = true;
 }
@@ -142,7 +143,7 @@ HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
-  constexpr int kTogether = 4;  // tiles whose entries are loaded at the same time, which hides latency
+  constexpr int kUnroll = 4;  // tiles whose entries are loaded at the same time, which hides latency
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const RowCopies copies(p, first_row);
@@ -165,20 +166,20 @@ HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, in
     arch::syncwarp();
     if (lane == 0) arch::mbarrier_arrive(slot.full());
   };
-  LaneEntry next[kTogether], own[kTogether];
+  LaneEntry next[kUnroll], own[kUnroll];
   const auto load = [&](int first) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kUnroll; ++i)
       next[i] = load_entry<kWithGradients>(all, gradients, (first + i) * kTileEntries + own_row);
   };
   load(0);
   HOPWELL_NO_UNROLL
-  for (int first = 0; first < tiles; first += kTogether) {
+  for (int first = 0; first < tiles; first += kUnroll) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) own[i] = next[i];
-    load(first + kTogether);
+    for (int i = 0; i < kUnroll; ++i) own[i] = next[i];
+    load(first + kUnroll);
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kUnroll; ++i)
       if (first + i < tiles) bring(first + i, own[i]);
   }
 }

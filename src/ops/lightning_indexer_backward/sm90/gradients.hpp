@@ -8,7 +8,7 @@
 //           warpgroups 1, 2  entries  dk of alternate tiles; before the first tile the bf16x3 split of w q
 //           warpgroup 3      gather   producer: keys, g and its split, and the signs of 64 entries, in six stages
 // Products  No scores are computed: the signs of the products were stored, one bit each. A byte's sign bit, replicated
-//           over a half register, masks one bf16. For the heads, A is the masked split (here `limbs`) of g; B is the
+//           over a half register, masks one bf16. For the heads, A is the masked split of g; B is the
 //           tile of keys, MN-major. For the entries, A is masked ones, the same for all terms of the split of w q,
 //           which is B and stays in shared memory.
 // Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …
@@ -87,7 +87,7 @@ struct StagedRows {
 };
 
 struct GradientStorage {
-  alignas(1024) unsigned char weighted_q[kGradientLimbs][kTileBytes];  // bf16x3 split of w_j q_j
+  alignas(1024) unsigned char weighted_q[kGradientTerms][kTileBytes];  // bf16x3 split of w_j q_j
   EntryRing<6> ring;
   StagedRows staged[8];
   bool any_nan[4];  // of the g that a warp has loaded
@@ -140,7 +140,7 @@ HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
 }
 
 // Starts d += A · the rows of a tile, 64 × 128. A holds one term of each number's split.
-HOPWELL_DEVICE void start_limb(float (&d)[64], const uint32_t (&a)[4][4], uint32_t rows) {
+HOPWELL_DEVICE void start_term(float (&d)[64], const uint32_t (&a)[4][4], uint32_t rows) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
   arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
@@ -149,21 +149,23 @@ HOPWELL_DEVICE void start_limb(float (&d)[64], const uint32_t (&a)[4][4], uint32
   arch::wgmma_commit();
 }
 
-// d += (A · split) · the rows of a tile, 64 × 128. `limbs`: split of g for pairs of entries. Smallest terms first.
-HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const uint32_t (&limbs)[kGradientLimbs][32],
-                                  uint32_t rows) {
+// d += (A · split) · the rows of a tile, 64 × 128. `split_terms`: split of g for pairs of entries. Smallest terms first.
+HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept,
+                                  const uint32_t (&split_terms)[kGradientTerms][32], uint32_t rows) {
   HOPWELL_UNROLL
-  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+  for (int split_term = kGradientTerms - 1; split_term >= 0; --split_term) {
     uint32_t a[4][4];
-    const auto* const of_lane = reinterpret_cast<const arch::Words4*>(limbs[limb] + arch::lane_index() % 4 * 8);
+    const auto* const of_lane =
+        reinterpret_cast<const arch::Words4*>(split_terms[split_term] + arch::lane_index() % 4 * 8);
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {  // of the tile
       const arch::Words4 pairs = of_lane[half];
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = kept.fragment[2 * half + i / 4][i % 4] & pairs.w[i / 2];
     }
-    start_limb(d, a, rows);
-    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
+    start_term(d, a, rows);
+    if (split_term < kGradientTerms - 1 && split_term > 0)
+      arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
   }
 }
 
@@ -172,12 +174,12 @@ HOPWELL_DEVICE void multiply_weighted(float (&d)[64], const Positive& ones, cons
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
   HOPWELL_UNROLL
-  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
-    const uint64_t b = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.weighted_q[limb]));
+  for (int split_term = kGradientTerms - 1; split_term >= 0; --split_term) {
+    const uint64_t b = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.weighted_q[split_term]));
     HOPWELL_UNROLL
     for (int step = 0; step < 4; ++step)
       arch::wgmma_rs<kOptions>(d, ones.fragment[step], b + (uint32_t(step) * 16 * 128 >> 4),
-                               limb < kGradientLimbs - 1 || step > 0);
+                               split_term < kGradientTerms - 1 || step > 0);
   }
   arch::wgmma_commit();
 }
@@ -191,15 +193,16 @@ HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& 
     const int row = i / 16, chunk = i % 16, head = first + row;
     float x[8] = {};
     if (head < p.heads) {
-      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * chunk), x);
+      tile::sum_split(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * chunk), x);
       const float weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
       for (float& value : x) value *= weight;
     }
-    const auto limbs = tile::split<kGradientLimbs>(x);
+    const auto split_terms = tile::split<kGradientTerms>(x);
     HOPWELL_UNROLL
-    for (int limb = 0; limb < kGradientLimbs; ++limb)
-      arch::store_shared_v4(arch::shared_address(s.weighted_q[limb]) + chunk_in_tile(uint32_t(row), uint32_t(chunk)),
-                            limbs.limb[limb]);
+    for (int split_term = 0; split_term < kGradientTerms; ++split_term)
+      arch::store_shared_v4(
+          arch::shared_address(s.weighted_q[split_term]) + chunk_in_tile(uint32_t(row), uint32_t(chunk)),
+          split_terms.split_term[split_term]);
   }
   arch::fence_proxy_async();
   arch::barrier_sync(1, kThreads);
@@ -308,7 +311,7 @@ HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, i
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
     slot.wait_full();
     arch::fence_proxy_async();
-    multiply_rows(d_q, kRelu ? positive_heads(slot.entries()) : all_positive(0xffffffffU), slot.entries().g_limbs,
+    multiply_rows(d_q, kRelu ? positive_heads(slot.entries()) : all_positive(0xffffffffU), slot.entries().g_terms,
                   slot.rows());
     arch::wgmma_wait<0>(d_q);
     slot.release();
@@ -322,7 +325,7 @@ HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, i
 // that it adds, or −1.
 HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const int (&keys)[2], int key,
                               const float (&g)[2], const float (&d_k)[64]) {
-  constexpr int kTogether = 64;
+  constexpr int kUnroll = 64;
   const auto bound = [&](int of) { return bound_of(p.bounds.largest[of], p.bounds.count[of]); };
   const bool adds = key >= 0 && bound(key) < INFINITY;
   double scale[2];
@@ -330,7 +333,7 @@ HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const i
   for (int half = 0; half < 2; ++half)
     scale[half] = keys[half] < 0 ? 0 : tile::wide_power_of_two(tile::unit_exponent<tile::kWideBits>(bound(keys[half])));
   HOPWELL_UNROLL
-  for (int first = 0; first < 2 * kTogether; first += kTogether) {
+  for (int first = 0; first < 2 * kUnroll; first += kUnroll) {
     if (first >= p.columns) break;
     staged.wait();
     staged.store<int64_t, 8>([&](int half, int block) {
@@ -339,7 +342,7 @@ HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const i
       return StagedRows::Pair<int64_t>{fixed(pair[0]), fixed(pair[1])};
     });
     staged.add(adds, p.fixed_d_k + int64_t{key} * p.columns + first,
-               p.columns - first < kTogether ? p.columns - first : kTogether);
+               p.columns - first < kUnroll ? p.columns - first : kUnroll);
   }
 }
 

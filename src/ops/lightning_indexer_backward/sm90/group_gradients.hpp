@@ -5,7 +5,7 @@
 // Roles     warpgroups 0, 1  heads    one block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
 //           warpgroup 2      entries  dk of the tile, summed over the queries and added once
 //           warpgroup 3      gather   producer: keys, and g and its split for every query, in six stages
-// Products  The split factors (here `limbs`) are masked as in add_gradients. The heads pass the signs of their products
+// Products  The split factors are masked as in add_gradients. The heads pass the signs of their products
 //           to the entries as ballots, 1 KB per tile, so that the entries need no products for them. The entries' A is
 //           the split of w_j g_i, so that one accumulator sums the rows of all queries. Deterministic sums, and
 //           ungrouped queries, use the split of w_j alone, with one product per query, and sum g_i times it: for 64
@@ -38,7 +38,7 @@ struct GroupGradientStorage {
   Group group;  // in shared memory to save registers
   GroupKeys<kGroupQueries<kRows>> keys;
   alignas(8) float weights[kGroupRows];
-  uint32_t weight_limbs[kBlocks][kGradientLimbs][kHeadTile / 2];  // bf16 split of pairs of adjacent rows
+  uint32_t weight_terms[kBlocks][kGradientTerms][kHeadTile / 2];  // bf16 split of pairs of adjacent rows
 };
 static_assert(sizeof(GroupGradientStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
@@ -81,17 +81,18 @@ HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
 
 // d_q += A · the rows of a tile, like multiply_rows, but term by term, so that A takes fewer registers.
 template <bool kRelu>
-HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
-                                   const uint32_t (&limbs)[kGradientLimbs][32], uint32_t rows) {
+HOPWELL_DEVICE void multiply_split(float (&d_q)[64], const float (&scores)[32],
+                                   const uint32_t (&split_terms)[kGradientTerms][32], uint32_t rows) {
   HOPWELL_UNROLL
-  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+  for (int split_term = kGradientTerms - 1; split_term >= 0; --split_term) {
     uint32_t a[4][4];
     HOPWELL_UNROLL
     for (int i = 0; i < 16; ++i)
-      a[i / 4][i % 4] =
-          mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) & limbs[limb][i / 2 * 4 + arch::lane_index() % 4];
-    start_limb(d_q, a, rows);
-    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
+      a[i / 4][i % 4] = mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) &
+                        split_terms[split_term][i / 2 * 4 + arch::lane_index() % 4];
+    start_term(d_q, a, rows);
+    if (split_term < kGradientTerms - 1 && split_term > 0)
+      arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
   }
 }
 
@@ -126,7 +127,7 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
       note_positive(numbers, step, scores);
       slot.commit(1);
     }
-    multiply_limbs<kRelu>(d_q, scores, numbers.g_limbs[member], slot.rows());
+    multiply_split<kRelu>(d_q, scores, numbers.g_terms[member], slot.rows());
     add_weights<kRelu>(d_weights, numbers.g[member], scores);
     arch::wgmma_wait<0>(d_q);
     slot.release();
@@ -153,7 +154,7 @@ struct EntryRows {
 
 // A of 64 keys × 16 rows: split of a row's factor where its product is positive.
 struct RowFragments {
-  uint32_t of_limb[kGradientLimbs][4];
+  uint32_t of_term[kGradientTerms][4];
 };
 
 // … factor: the weight.
@@ -170,8 +171,9 @@ HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
       mask = ((bits & 1U) | (bits << 12 & 0x10000U)) * 0xffffU;
     }
     HOPWELL_UNROLL
-    for (int limb = 0; limb < kGradientLimbs; ++limb)
-      a.of_limb[limb][i] = mask & s.weight_limbs[step / 4][limb][step % 4 * 8 + 4 * upper + arch::lane_index() % 4];
+    for (int split_term = 0; split_term < kGradientTerms; ++split_term)
+      a.of_term[split_term][i] =
+          mask & s.weight_terms[step / 4][split_term][step % 4 * 8 + 4 * upper + arch::lane_index() % 4];
   }
   return a;
 }
@@ -193,8 +195,8 @@ HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
       low = bits & 1U ? low : 0, high = bits & 16U ? high : 0;
     }
     HOPWELL_UNROLL
-    for (int limb = 0; limb < kGradientLimbs; ++limb)
-      a.of_limb[limb][i] = tile::take_limb(low) >> 16 | tile::take_limb(high);
+    for (int split_term = 0; split_term < kGradientTerms; ++split_term)
+      a.of_term[split_term][i] = tile::take_term(low) >> 16 | tile::take_term(high);
   }
   return a;
 }
@@ -207,9 +209,9 @@ HOPWELL_DEVICE void multiply_step(float (&d)[kSize], const RowFragments& a, uint
   const uint32_t rows = q + uint32_t(step / 4) * kTileBytes + uint32_t(step % 4) * 16 * 128;
   arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
   HOPWELL_UNROLL
-  for (int limb = kGradientLimbs - 1; limb >= 0; --limb)
-    arch::wgmma_rs<kOptions>(d, a.of_limb[limb], arch::at_address(tile::kRowsAcrossK, rows),
-                             accumulate || limb < kGradientLimbs - 1);
+  for (int split_term = kGradientTerms - 1; split_term >= 0; --split_term)
+    arch::wgmma_rs<kOptions>(d, a.of_term[split_term], arch::at_address(tile::kRowsAcrossK, rows),
+                             accumulate || split_term < kGradientTerms - 1);
   arch::wgmma_commit();
   if (accumulate) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
 }
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
   auto& s = arch::dynamic_smem<GroupGradientStorage<kRows>>();
   const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first
   const Group group = group_of<kRows>(p, index);
-  const bool apart = p.apart[index] != 0;
+  const bool ungrouped = p.ungrouped[index] != 0;
   if (arch::thread_index() == 0) {
     const auto head_warps = uint32_t(4 * group.blocks);
     s.ring.barriers.init(head_warps, head_warps + 4, kGroupArrivals - head_warps);
@@ -343,22 +345,22 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
   load_group<kRows>(p, s.q[0], s.weights, group, GroupGradientConfig::kThreads);
   arch::syncthreads();
   if (const int row = arch::thread_index(); row < group.blocks * kHeadTile)
-    store_limbs(s.weight_limbs[row / kHeadTile], row % kHeadTile, s.weights[row]);
+    store_split(s.weight_terms[row / kHeadTile], row % kHeadTile, s.weights[row]);
   arch::syncthreads();
   const int role = arch::warpgroup_index();
   if (role < kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kHeadRegisters>();
     if (role < s.group.blocks)
-      for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
+      for_each_set(s.group, s.keys, ungrouped, [&](const QuerySet& set, int number) {
         accumulate_block<kRelu, kRows>(p, s, s.group, set, number, role);
       });
   } else if (role == kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
     arch::fence_proxy_async();  // fences q; the heads fence it with every tile
-    for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
+    for_each_set(s.group, s.keys, ungrouped, [&](const QuerySet& set, int number) {
       if (p.fixed_d_k)
         accumulate_one_by_one<int64_t, kRelu>(p, s, set, number);
-      else if (apart)
+      else if (ungrouped)
         accumulate_one_by_one<float, kRelu>(p, s, set, number);
       else if (s.group.blocks == 1)
         accumulate_together<kRelu, kRows, 1>(p, s, set, number);
@@ -368,7 +370,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     arch::bulk_wait<0>();  // the copy engine must have read the rows
   } else {
     arch::setmaxnreg_dec<GroupGradientConfig::kOtherRegisters>();
-    for_each_set(s.group, s.keys, apart,
+    for_each_set(s.group, s.keys, ungrouped,
                  [&](const QuerySet& set, int number) { gather_keys(p, s.ring, s.group, s.keys, set, number); });
     arch::cp_async_wait_all();  // no thread exits before its copies complete
   }

@@ -105,13 +105,13 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const _
   load_keys(p, group, s.keys);
   load_group<kRows>(p, s.q[0], s.weights, group, ScoreConfig::kThreads);
   arch::syncthreads();
-  float apart = any_special(s, group) ? 1 : 0;
+  float ungrouped = any_special(s, group) ? 1 : 0;
   for_each_set(group, s.keys, false, [&](const QuerySet& set, int number) {
     const int warpgroup = arch::warpgroup_index();
     if (warpgroup == 2)
       gather_keys(p, s.ring, group, s.keys, set, number);
     else if (score_keys<kRelu, kRows>(p, s, group, set, number, warpgroup))
-      apart = 1;
+      ungrouped = 1;
     HOPWELL_NO_UNROLL
     for (int member = 0; member < group.queries; ++member) {
       if (!set.has(member)) continue;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const _
       finish_scores<1>(p, s.of_warp, query, tile::entries_of(p.selection, query), bound);
     }
   });
-  apart = reduce<Reduce::max>(p, s.of_warp, apart);
-  if (arch::thread_index() == 0) p.apart[index] = apart > 0;
+  ungrouped = reduce<Reduce::max>(p, s.of_warp, ungrouped);
+  if (arch::thread_index() == 0) p.ungrouped[index] = ungrouped > 0;
 #endif
 }
 

@@ -6,7 +6,7 @@
 //           block is 64 of the rows, of one query or of several
 // Sets      queries of a group with the same first key iterate over their keys together, each as far as it sees. Other
 //           queries follow. So a query has the same tiles as if it were alone, and all its results have the same bits.
-// Ungrouped (here `apart`) a query without a score at an entry has zeros in the products there. This equals no entry
+// Ungrouped a query without a score at an entry has zeros in the products there. This equals no entry
 //           unless the other factor is infinite or NaN. If score_groups finds such keys, q or weights, the group's
 //           queries are processed one by one.
 #pragma once
@@ -20,8 +20,8 @@ template <int kRows>  // rows per query
 constexpr int kGroupQueries = kGroupRows / kRows;
 
 struct GroupParams : Params<bf16> {
-  int queries, group;  // queries of the pass, queries of a CTA
-  uint32_t* apart;     // [groups], nonzero: ungrouped
+  int queries, group;   // queries of the pass, queries of a CTA
+  uint32_t* ungrouped;  // [groups], nonzero: ungrouped
 };
 
 // The queries of a CTA, and the number of their blocks.
@@ -57,10 +57,10 @@ struct QuerySet {
 };
 // The first of the remaining queries (`left`), and all queries that can be processed with it.
 template <int kQueries>
-HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left, bool apart) {
+HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left, bool ungrouped) {
   QuerySet set;
   for (int member = 0; member < kQueries; ++member) {
-    if (!(left >> member & 1) || (set.members != 0 && (apart || keys.first[member] != set.first))) continue;
+    if (!(left >> member & 1) || (set.members != 0 && (ungrouped || keys.first[member] != set.first))) continue;
     set.members |= 1U << member, set.first = keys.first[member];
     set.keys = keys.count[member] > set.keys ? keys.count[member] : set.keys;
   }
@@ -68,11 +68,12 @@ HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left,
 }
 // Calls work(set, number of its first tile) for each set in order.
 template <int kQueries, class Work>
-HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& keys, bool apart, const Work& work) {
+HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& keys, bool ungrouped,
+                                 const Work& work) {
   int number = 0;
   HOPWELL_NO_UNROLL
   for (uint32_t left = (1U << group.queries) - 1; left != 0;) {
-    const QuerySet set = next_set(keys, left, apart);
+    const QuerySet set = next_set(keys, left, ungrouped);
     work(set, number);
     number += set.tiles(), left &= ~set.members;
   }
@@ -108,7 +109,7 @@ struct GroupTile {
   static constexpr int kQueries = kTheQueries;
   int key[kTileEntries];                                         // −1: no query has a score there
   alignas(8) float g[kQueries][kTileEntries];                    // or no_score()
-  uint32_t g_limbs[kQueries][kGradientLimbs][kTileEntries / 2];  // bf16 pairs of keys; zeros without a score
+  uint32_t g_terms[kQueries][kGradientTerms][kTileEntries / 2];  // bf16 pairs of keys; zeros without a score
   alignas(16) uint32_t positive[8][kGroupRows / 16][2][2];       // ballots of 16 rows: see note_positive
 };
 // … for the scores, which need only the rows.
@@ -164,7 +165,7 @@ HOPWELL_DEVICE bool store_gradients(GroupTile<kQueries>& tile, int row, const Ke
     const bool exists = has_score(all.g[i]);
     any |= exists;
     tile.g[member][row] = all.g[i];
-    store_limbs(tile.g_limbs[member], row, exists ? all.g[i] : 0);
+    store_split(tile.g_terms[member], row, exists ? all.g[i] : 0);
   }
   return (any | arch::shuffle_xor(any, 16)) != 0;
 }

@@ -89,7 +89,7 @@ HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
     const int column = 8 * arch::lane_index();
     float largest = 0, x[8];
     if (column < p.columns) {
-      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
+      tile::sum_split(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
       for (const float value : x) largest = fmaxf(largest, fabsf(value));
     }
     largest = tile::reduce<8, 1>(largest, tile::Larger{});

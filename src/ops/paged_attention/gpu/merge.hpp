@@ -2,7 +2,7 @@
 //
 // If a warp has only a part of a row block, it keeps a partial result (maximum, sum, sum · V) in shared memory. These
 // are at most the first and the last row block of its share. When all warps are done the CTA merges the partial
-// results. If a row block continues in the next CTA, its partial result goes through the workspace (handover.hpp).
+// results. If a row block continues in the next CTA, its partial result goes through the workspace (combine.hpp).
 //
 //     CTA 3                                        CTA 4
 //     warp 0 │ warp 1 │ warp 2 │ … │ warp 7         warp 0 │ warp 1 │ …

@@ -24,12 +24,12 @@ struct Words4;
 namespace hopwell::ops::paged_attention {
 
 constexpr int kMaxWarps = 8, kMaxThreads = 32 * kMaxWarps;
-constexpr int kPieceBytes = 32 * 3 * 16;  // bytes of a piece of a partial result, four values per lane: handover.hpp
+constexpr int kPieceBytes = 32 * 3 * 16;  // bytes of a piece of a partial result, four values per lane: combine.hpp
 // Most tiles of a CTA that computes whole row blocks: they shorten the end of a call, which matters less in long calls.
 constexpr int kMaxTilesOfWholeBlocks = 1100;
 
 struct Schedule {
-  arch::Words4* partials;  // [CTAs, pieces, chunks of a lane, 32]: partial results of CTAs (handover.hpp)
+  arch::Words4* partials;  // [CTAs, pieces, chunks of a lane, 32]: partial results of CTAs (combine.hpp)
   uint32_t tag[2];         // of this launch's partial results: random, so that stale memory does not match it
   Divisor heads, queries, passes, row_blocks;  // per row block; passes over `queries`; row blocks of a sequence
   Divisor lanes;                               // lanes that share a key

@@ -25,7 +25,7 @@ constexpr int kPrefetchDistance = 4;              // partial results that are lo
 HOPWELL_DEVICE arch::Words4* slot_of(const Params& p, int64_t cta, int piece) {
   return p.schedule.partials + (cta * p.schedule.pieces + piece) * (32 * kChunks) + arch::lane_index();
 }
-HOPWELL_DEVICE void hand_over(const Params& p, int piece, const QuadSums& quad) {
+HOPWELL_DEVICE void publish_partial(const Params& p, int piece, const QuadSums& quad) {
   arch::Words4* to = slot_of(p, arch::block_index(), piece);
   const auto store = [&](int chunk, float x, float y) {
     arch::store_relaxed_v4(to + 32 * chunk, {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y),
@@ -35,7 +35,7 @@ HOPWELL_DEVICE void hand_over(const Params& p, int piece, const QuadSums& quad) 
 }
 
 // Waits for a partial result and erases its tags.
-HOPWELL_DEVICE QuadSums take(const Params& p, arch::Words4* from, arch::Words4 (&chunk)[kChunks]) {
+HOPWELL_DEVICE QuadSums wait_for_partial(const Params& p, arch::Words4* from, arch::Words4 (&chunk)[kChunks]) {
   const auto arrived = [&](const arch::Words4& x) {
     return x.w[2] == p.schedule.tag[0] && x.w[3] == p.schedule.tag[1];
   };
@@ -49,7 +49,7 @@ HOPWELL_DEVICE QuadSums take(const Params& p, arch::Words4* from, arch::Words4 (
   return {number(2, 0), number(2, 1), {number(0, 0), number(0, 1), number(1, 0), number(1, 1)}};
 }
 // Sum of one piece of the partial results of CTAs from, from + step, …, up to the CTA before this one.
-HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int piece) {
+HOPWELL_DEVICE QuadSums add_partials(const Params& p, int from, int step, int piece) {
   arch::Words4* slot = slot_of(p, from, piece);
   const int64_t stride = int64_t{step} * p.schedule.pieces.value * (32 * kChunks);
   QuadSums all;
@@ -63,17 +63,18 @@ HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int p
       HOPWELL_UNROLL
       for (int k = 0; k < kChunks; ++k) chunk[i][k] = arch::load_relaxed_v4(slot + i * stride + 32 * k);
     }
-    all.add(merge_partials<kPrefetchDistance>(
-        kPrefetchDistance, [&](int i) { return exists(i) ? take(p, slot + i * stride, chunk[i]) : QuadSums{}; }));
+    all.add(merge_partials<kPrefetchDistance>(kPrefetchDistance, [&](int i) {
+      return exists(i) ? wait_for_partial(p, slot + i * stride, chunk[i]) : QuadSums{};
+    }));
   }
   return all;
 }
 
 // The row block that began in an earlier CTA and ends in this one. Each of `groups` groups of warps reads
 // every `groups`-th partial result, so that the loads do not wait for each other.
-struct TakenRowBlock {
+struct SharedRowBlock {
   int from, groups;  // the CTA in which it began
-  HOPWELL_DEVICE TakenRowBlock(const Params& p, const MergeStorage& s, const Partition& partition, bool exists)
+  HOPWELL_DEVICE SharedRowBlock(const Params& p, const MergeStorage& s, const Partition& partition, bool exists)
       : from(0), groups(0) {
     if (!exists) return;
     from = partition.cta_of(s.info[0][kBegunBefore].begin);
@@ -104,9 +105,9 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
   const WarpChain before = chains.from(0, kBegunBefore);
   int row_blocks = before.count > 0 && !before.ends ? 1 : 0;
   for (uint32_t left = chains.begins; left != 0; left &= left - 1) ++row_blocks;
-  const TakenRowBlock taken(p, s, partition, before.ends);
+  const SharedRowBlock shared_block(p, s, partition, before.ends);
   HOPWELL_NO_UNROLL
-  for (int i = arch::warp_index(); i < (row_blocks + taken.groups) * pieces; i += schedule.warps) {
+  for (int i = arch::warp_index(); i < (row_blocks + shared_block.groups) * pieces; i += schedule.warps) {
     const int number = i / schedule.pieces, piece = i - number * pieces, group = number - row_blocks;
     const int o = 64 * piece + 2 * arch::lane_index();
     if (o >= schedule.pairs) continue;
@@ -119,20 +120,20 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
     const PairIndex at(p, o);
     QuadSums quad = merge_chain<4>(p, chain, partial_of, pitch, at);
     if (!chain.ends) {
-      hand_over(p, piece, quad);
+      publish_partial(p, piece, quad);
       continue;
     }
-    if (group >= 0) quad.add(take_partials(p, taken.from + group, taken.groups, piece));
-    if (group >= 0 && taken.groups > 1) {
+    if (group >= 0) quad.add(add_partials(p, shared_block.from + group, shared_block.groups, piece));
+    if (group >= 0 && shared_block.groups > 1) {
       s.sums[(group * pieces + piece) * 32 + arch::lane_index()] = quad;
       continue;
     }
     const PartialInfo& info = s.info[chain.share][chain.which];
     store_sums<T>(p, info.sequence, info.row_block, at, quad);
   }
-  if (taken.groups <= 1) return;
+  if (shared_block.groups <= 1) return;
   arch::syncthreads();
-  add_groups<T>(p, s, taken.groups);
+  add_groups<T>(p, s, shared_block.groups);
 }
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

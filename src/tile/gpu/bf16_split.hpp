@@ -1,4 +1,4 @@
-// bf16 split of e4m3, bf16 or fp32 numbers: a sum of bf16 terms (here `limbs`). Each term holds the leading eight bits
+// bf16 split of e4m3, bf16 or fp32 numbers: a sum of bf16 terms. Each term holds the leading eight bits
 // of the remainder of the previous terms. bf16 and e4m3 need one term, because bf16 represents both exactly. fp32 has 24
 // bits: three terms (bf16x3) hold all of them, two hold 16.
 #pragma once
@@ -12,12 +12,12 @@
 namespace hopwell::tile {
 
 template <class T>
-inline constexpr int kLimbs = sizeof(T) <= 2 ? 1 : 3;
+inline constexpr int kSplitTerms = sizeof(T) <= 2 ? 1 : 3;
 
 /// Eight adjacent columns of a row: 16 bytes per term.
-template <int kTheLimbs>
+template <int kTheTerms>
 struct Chunk {
-  arch::Words4 limb[kTheLimbs];
+  arch::Words4 split_term[kTheTerms];
 };
 
 /// Two e4m3, in bytes 1 and 3, as bf16. The bits s e e e e m m m are shifted so that the upper exponent bits of the
@@ -36,29 +36,30 @@ HOPWELL_DEVICE Chunk<1> e4m3x8_to_bf16(uint64_t codes) {
 }
 
 /// Splits the leading eight bits off a number: bits of a bf16, in the upper half of the result.
-HOPWELL_DEVICE uint32_t take_limb(float& x) {
+HOPWELL_DEVICE uint32_t take_term(float& x) {
   const uint32_t bits = arch::bit_cast<uint32_t>(x) & 0xffff0000U;
   x -= arch::bit_cast<float>(bits);
   return bits;
 }
 
 /// Split of finite numbers.
-template <int kTheLimbs>
-HOPWELL_DEVICE Chunk<kTheLimbs> split_finite(const float (&x)[8]) {
-  Chunk<kTheLimbs> chunk;
+template <int kTheTerms>
+HOPWELL_DEVICE Chunk<kTheTerms> split_finite(const float (&x)[8]) {
+  Chunk<kTheTerms> chunk;
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
     float low = x[2 * i], high = x[2 * i + 1];
     HOPWELL_UNROLL
-    for (int limb = 0; limb < kTheLimbs - 1; ++limb) chunk.limb[limb].w[i] = take_limb(low) >> 16 | take_limb(high);
-    chunk.limb[kTheLimbs - 1].w[i] = arch::pack_bf16(low, high);
+    for (int split_term = 0; split_term < kTheTerms - 1; ++split_term)
+      chunk.split_term[split_term].w[i] = take_term(low) >> 16 | take_term(high);
+    chunk.split_term[kTheTerms - 1].w[i] = arch::pack_bf16(low, high);
   }
   return chunk;
 }
 
 /// Split of any numbers: infinities and NaN go to the first term.
-template <int kTheLimbs>
-HOPWELL_DEVICE Chunk<kTheLimbs> split(const float (&x)[8]) {
+template <int kTheTerms>
+HOPWELL_DEVICE Chunk<kTheTerms> split(const float (&x)[8]) {
   float finite[8];
   uint32_t special[8];
   HOPWELL_UNROLL
@@ -67,21 +68,21 @@ HOPWELL_DEVICE Chunk<kTheLimbs> split(const float (&x)[8]) {
     finite[i] = is_finite ? x[i] : 0;
     special[i] = is_finite ? 0 : x[i] != x[i] ? 0x7fc0 : arch::bit_cast<uint32_t>(x[i]) >> 16;
   }
-  Chunk<kTheLimbs> chunk = split_finite<kTheLimbs>(finite);
+  Chunk<kTheTerms> chunk = split_finite<kTheTerms>(finite);
   HOPWELL_UNROLL
-  for (int i = 0; i < 8; ++i) chunk.limb[0].w[i / 2] |= special[i] << 16 * (i % 2);
+  for (int i = 0; i < 8; ++i) chunk.split_term[0].w[i / 2] |= special[i] << 16 * (i % 2);
   return chunk;
 }
 
 /// Sums the terms of a split.
-template <int kTheLimbs>
-HOPWELL_DEVICE void sum_limbs(const Chunk<kTheLimbs>& chunk, float (&x)[8]) {
+template <int kTheTerms>
+HOPWELL_DEVICE void sum_split(const Chunk<kTheTerms>& chunk, float (&x)[8]) {
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i) {
     x[i] = 0;
     HOPWELL_UNROLL
-    for (const arch::Words4& limb : chunk.limb)
-      x[i] += arch::bit_cast<float>(i % 2 ? limb.w[i / 2] & 0xffff0000U : limb.w[i / 2] << 16);
+    for (const arch::Words4& split_term : chunk.split_term)
+      x[i] += arch::bit_cast<float>(i % 2 ? split_term.w[i / 2] & 0xffff0000U : split_term.w[i / 2] << 16);
   }
 }
 
