@@ -5,6 +5,7 @@
 #include <set>
 
 #include "paged_attention_case.hpp"
+#include "refused.hpp"
 #include "suites.hpp"
 
 namespace hopwell::cases {
@@ -59,7 +60,7 @@ void add_shapes(std::vector<Config>& all) {
     all.push_back({.name = "d_" + std::to_string(d), .lengths = lengths, .d = d});
   // Row lengths that cover all divisions of a row among lanes, full and partial, with several heads per tile and with
   // one. The emulator runs every d in bf16. The other types divide rows by the same rules, so it runs some d of each
-  // division. Clusters run one d of each division, full and partial.
+  // division. Clusters run one d of each division, full and partial, and each type in one layout.
   const std::set<std::int64_t> of_each_way = {32, 40, 88, 96, 120, 136, 184, 192, 248};
   for (const std::int64_t d : {32,  40,  48,  56,  72,  80,  88,  96,  104, 112, 120, 136, 144,
                                152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248})
@@ -77,7 +78,9 @@ void add_shapes(std::vector<Config>& all) {
              .u = layout == HOPWELL_CACHE_NHD,
              .hidden = layout == HOPWELL_CACHE_NHD,
              .emulated = dtype == DType::kBFloat16 || (dtype == DType::kFloat16 ? d % 32 == 8 : d % 32 != 16),
-             .emulated_on = of_each_way.contains(d) ? "" : "emu:sm80"});
+             .emulated_on = of_each_way.contains(d) && (dtype == DType::kFloat16) == (layout == HOPWELL_CACHE_HND)
+                                ? ""
+                                : "emu:sm80"});
   // Rows of two to five 8-element vectors per lane: gathered element by element, with gaps between pages, heads and
   // keys, and long enough that the ring wraps around.
   for (const std::int64_t d : {40, 88, 104, 136, 200}) {
@@ -465,6 +468,7 @@ void add_large_groups(std::vector<Config>& all) {
                .extent = 144,
                .u = true};
       // Block tables so long that the plan must assume many tiles per warp.
+      c.emulated_on = "emu:sm80";  // no clusters for such block tables
       const auto add = [&all, &c] {
         c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
         all.push_back(c);
@@ -506,7 +510,7 @@ void add_tiles_of_queries(std::vector<Config>& all, const std::string& prefix, b
            .u = u};
   // Cluster tiles: a d that fills its tile runs with 7 queries, other d with 2.
   const bool fills = d == 64 || d == 96 || d == 128 || d == 192 || d == 256;
-  if (group == (fills ? 2 : 7) && !(u && d > 128)) c.emulated_on = "emu:sm80";
+  if (group > 8 || (group == (fills ? 2 : 7) && !(u && d > 128))) c.emulated_on = "emu:sm80";
   const auto add = [&all, &c, group] {
     if (group > 8) c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
     all.push_back(c);
@@ -667,6 +671,65 @@ std::vector<std::pair<std::string, Settings>> device_shapes() {
           {"vllm", with(speech, "layout", "vllm")}};
 }
 
+// Both GPU kernels use the same tiles, and clusters take five times as long on the emulator. So emu:sm90 runs a selection:
+// cases that are the first with their tile, or the first in which their kind of tile meets an option. emu:sm80 runs all.
+std::vector<std::string> cluster_features(const Config& c) {
+  const bool vllm = c.layout == HOPWELL_CACHE_VLLM, wide = c.d > 128, half = c.dtype != DType::kFloat32;
+  const bool fused = c.bias == BiasForm::kFused;
+  const std::int64_t queries = c.h_q / c.h_kv * c.queries();
+  const bool mma = half && !fused && !(vllm && wide) && c.block % 16 == 0 && (vllm || queries > (wide && c.u ? 2 : 1));
+  const std::string kind = std::string(mma ? "mma" : vllm ? "columns" : "rows") + (half ? "16" : "32");
+  std::vector<std::string> features;
+  const auto add = [&](const std::string& option) { features.push_back(kind + option); };
+  const auto add_if = [&](bool has, const char* option) {
+    if (has) add(option);
+  };
+  // The tile: mma divides dimensions by these sizes, and keys of a page by 2, 4 or 8 octets.
+  const std::int64_t size = !mma ? 0 : c.d <= 64 ? 64 : c.d <= 96 ? 96 : c.d <= 128 ? 128 : c.d <= 192 ? 192 : 256;
+  const std::int64_t octets = mma && vllm ? std::min<std::int64_t>(c.block, 64) / 8 : 0;
+  add("tile " + std::to_string(static_cast<int>(c.dtype)) + (fused ? " r " : " ") + std::to_string(size) + " " +
+      std::to_string(octets) + (mma && c.u ? " u" : ""));
+  const std::string bias = " bias " + std::to_string(static_cast<int>(c.bias));
+  add(bias + " beyond " + std::to_string(static_cast<int>(c.out_of_range)));
+  add(bias + (c.extent <= 1 ? " extent " + std::to_string(c.extent) : ""));
+  add_if(c.bias_dtype.has_value(), (bias + " dtype").c_str());
+  add_if(c.shared_bias, (bias + " shared").c_str());
+  add(" layout " + std::to_string(static_cast<int>(c.layout)));
+  add(" pages " + std::to_string(static_cast<int>(c.pages)) + (c.block % 8 == 0 ? "" : " odd block"));
+  add(" queries " + std::to_string(std::min<std::int64_t>(c.q_len, 2)) + (queries > 8 ? " two passes" : ""));
+  add(" scale " + std::to_string(c.scale > 0 ? 1 : c.scale < 0 ? -1 : 0) + (c.q_spread > 1 ? " spread" : ""));
+  add(" heads " + std::to_string(c.h_kv % 4));
+  add_if(c.window > 0, c.window > INT_MAX ? " huge window" : c.window < 16 ? " narrow window" : " window");
+  add_if(c.u, " u");
+  add_if(c.no_v, " no v");
+  add_if(c.alibi, " alibi");
+  add_if(c.strided, " strided");
+  add_if(c.post_scale, " post scale");
+  add_if(c.hidden, c.partly ? " hidden from some" : " hidden");
+  add_if(c.constant, " constant");
+  add_if(c.infinite, " infinite");
+  add_if(c.infinite && c.window > 0, " infinite, window");
+  add_if(c.infinite && c.hidden, " infinite, hidden");
+  add_if(c.infinite && c.q_len > 1, " infinite, queries");
+  const std::int64_t longest = c.lengths.empty() ? 0 : *std::max_element(c.lengths.begin(), c.lengths.end());
+  add(longest > 1000 ? " very long" : longest > 200 ? " long" : longest == 0 ? " empty" : " short");
+  add_if(c.b() > 32, " large batch");
+  add_if(c.max_blocks >= 0, c.max_blocks == 0 ? " no blocks" : " blocks");
+  return features;
+}
+void select_for_clusters(std::vector<Config>& all) {
+  std::set<std::string> seen;
+  for (Config& c : all) {
+    // A case that clusters do not support shows that, and covers nothing.
+    if (!c.emulated || c.far || !c.emulated_on.empty() || !refusal("paged_attention", c.name, "sm90").empty()) continue;
+    const std::vector<std::string> features = cluster_features(c);
+    const bool first_of_row = c.name.starts_with("row_of_");  // chosen by the division of rows
+    const std::size_t before = seen.size();
+    seen.insert(features.begin(), features.end());
+    if (seen.size() == before && !first_of_row) c.emulated_on = "emu:sm80";
+  }
+}
+
 }  // namespace
 
 Suite paged_attention() {
@@ -680,6 +743,7 @@ Suite paged_attention() {
   add_groups(all);
   add_large_groups(all);
   add_exact_queries(all);
+  select_for_clusters(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,
