@@ -59,8 +59,10 @@ __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const
     HOPWELL_NO_UNROLL
     for (int batch = 0; batch < batches; ++batch, stage ^= 1) {
       const bool last = batch == batches - 1;
+      Window following = window;  // field by field: a choice by address would use local memory
+      if (last) following = next;
       if (!last || step + o.shape.rows() < end)
-        Entries<T, F>::copy(o, last ? next : window, thread, last ? 0 : batch + 1, s.stages[stage ^ 1]);
+        Entries<T, F>::copy(o, following, thread, last ? 0 : batch + 1, s.stages[stage ^ 1]);
       else
         arch::cp_async_commit();
       arch::cp_async_wait<1>();
