@@ -65,9 +65,24 @@ class Outputs:
         self._given += (array,)
         return array
 
-    def given_or_new(self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType) -> Array:
-        """Returns `array` if the caller passed one, else a new array."""
-        return self.new(shape, dtype) if array is None else self.given(argument, array)
+    def given_or_new(
+        self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType, option: str = ""
+    ) -> Array:
+        """Returns `array` if the caller passed one, else a new array.
+
+        If an `option` of the call names the dtype, a given array must have it.
+        """
+        if array is None:
+            return self.new(shape, dtype)
+        self.given(argument, array)
+        if option:
+            check_dtype(self.operator, argument, array, dtype, option)
+        return array
+
+    def not_needed(self, argument: str, array: Array | None) -> None:
+        """Checks that the caller passed no array for a result that is left out."""
+        if array is not None:
+            raise ValueError(f"{self.operator}: {argument} must be None where it is not needed; got an array")
 
     def native(self, *results: Any) -> tuple[Any, ...]:
         """Converts the results to the framework of `like`, after the call has written them.
@@ -106,7 +121,8 @@ def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...],
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if isinstance(dtype, np.dtype):
         return dtype
-    return _NUMPY_DTYPES.get(str(dtype).rpartition(".")[2], _NUMPY_DTYPES["float32"])
+    name = dtype if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
+    return _NUMPY_DTYPES.get(name, _NUMPY_DTYPES["float32"])
 
 
 def _torch_dtype(torch: Any, dtype: DType) -> Any:
@@ -133,6 +149,11 @@ def dims(array: Array, count: int) -> tuple[int, ...]:
     return shape if len(shape) == count else (0,) * count
 
 
+def dtype_of(array: Array) -> DType:
+    """Returns the dtype of an array. Anything else gets a dtype too: the argument check reports it."""
+    return getattr(array, "dtype", "float32")
+
+
 def flag(name: str, argument: str, value: Any) -> bool:
     """Converts an argument to bool."""
     try:
@@ -149,17 +170,17 @@ def extent(size: Any, limit: int) -> int:
         return 0
 
 
-def check_topk(name: str, topk: Any) -> int:
-    """Checks topk, because outputs are allocated with it before the argument check sees it. Key indices are int32."""
+def check_size(name: str, argument: str, size: Any) -> int:
+    """Checks a size, because outputs are allocated with it before the argument check sees it. It must fit an int32."""
     largest = 2**31 - 1
     try:
-        size = operator.index(topk)
+        number = operator.index(size)
     except TypeError:
-        size = -1
-    if not 0 <= size <= largest:
-        bound = f"at most {largest}" if size > 0 else "at least 0"
-        raise ValueError(f"{name}: topk must be an integer of {bound}; got {printable(topk)}")
-    return size
+        number = -1
+    if not 0 <= number <= largest:
+        bound = f"at most {largest}" if number > 0 else "at least 0"
+        raise ValueError(f"{name}: {argument} must be an integer of {bound}; got {printable(size)}")
+    return number
 
 
 def dtype_name(name: str, argument: str, dtype: DType, allowed: tuple[str, ...]) -> str:

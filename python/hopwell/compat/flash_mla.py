@@ -12,7 +12,7 @@ of the autograd graph.
 import torch
 
 from .._checks import require
-from .._ops.sparse_mla import sparse_mla_forward
+from .._operators import sparse_mla_forward
 
 
 @torch.no_grad()

@@ -29,7 +29,13 @@ attention_distribution = Operator(
             ),
         ),
         INDICES_ASCENDING,
-        Output("out", "In the order of indices.", dtype="fp32", shape="[s_q, topk]"),
+        Output(
+            "out",
+            "In the order of indices.",
+            dtype="fp32",
+            shape="[s_q, topk]",
+            python_shape="selection_shape(q, kv, indices)",
+        ),
     ),
     returns=("out",),
 )

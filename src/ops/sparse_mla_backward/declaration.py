@@ -50,7 +50,9 @@ sparse_mla_backward = Operator(
             + " It also gives the same dq of a query in every call that has the query. On a GPU it takes"
             " 4 * s_q * topk bytes of scratch.",
         ),
-        PythonOnly("dkv_dtype", "Dtype of dkv.", type="dtype", default="float32", choices=("float32", "bfloat16")),
+        PythonOnly(
+            "dkv_dtype", "Dtype of dkv.", type="dtype", of="dkv", default="float32", choices=("float32", "bfloat16")
+        ),
         Boolean("accumulate", "Adds into the given fp32 dkv instead of overwriting it."),
         INDICES_ASCENDING,
         Boolean(
@@ -81,6 +83,7 @@ sparse_mla_backward = Operator(
             allocation="given",
         ),
     ),
+    python_check="check_accumulate(accumulate, dkv)",
     returns=("dq", "dkv", "d_sink"),
     returns_doc="None stands for an output that is not needed, and for d_sink without a sink.",
 )

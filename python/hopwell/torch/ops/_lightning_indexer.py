@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import hopwell
-from hopwell._arrays import check_topk
+from hopwell._arrays import check_size
 
 from ._register import Gradients, contiguous_rows, differentiable, exporting, operator, scaled
 
@@ -17,7 +17,7 @@ def _lightning_indexer_fake(
     q_index: Tensor, k_index: Tensor, weights: Tensor, topk: int, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     if isinstance(topk, int):  # not a symbolic size
-        check_topk("lightning_indexer", topk)
+        check_size("lightning_indexer", "topk", topk)
     shape = (q_index.shape[0], topk)
     return q_index.new_empty(shape, dtype=torch.int32), q_index.new_empty(shape, dtype=torch.float32)
 
