@@ -5,14 +5,21 @@ import operator
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from . import _hopwell
 
-Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
+
+class Array(Protocol):
+    """torch.Tensor, numpy.ndarray, or anything else with `__dlpack__`."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Array)
 DType: TypeAlias = Any  # a name ("float32"), or the type of `array.dtype` in the array's framework
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -27,28 +34,30 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 explaining: ContextVar[bool] = ContextVar("explaining", default=False)  # True in `explain`: runs and writes nothing
 
 
-def _is_torch(array: Array) -> bool:
+def _is_torch(array: object) -> bool:
     torch = sys.modules.get("torch")  # torch is already imported if the caller has a tensor
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-class Outputs:
+class Outputs(Generic[ArrayT]):
     """The output arrays of a call: arrays that the caller passed, and new ones.
 
     New arrays have the framework and the device of `like`, which is the input named `argument`. Frameworks other than
     torch and cupy get numpy arrays here; `native` converts them after the call has written them.
     """
 
-    def __init__(self, operator: str, argument: str, like: Array) -> None:
+    def __init__(self, operator: str, argument: str, like: ArrayT) -> None:
         self.operator = operator
         self._argument, self._like = argument, like
         self._make = _maker(operator, argument, like)
+        self.dtype: DType = like.dtype  # type: ignore[attr-defined]
         self._given: tuple[Array, ...] = ()
 
-    def new(self, shape: tuple[int, ...], dtype: DType) -> Array:
+    def new(self, shape: tuple[int, ...], dtype: DType) -> ArrayT:
         """Allocates an uninitialised array."""
         try:
-            return self._make(shape, dtype)
+            array: ArrayT = self._make(shape, dtype)
+            return array
         except (MemoryError, RuntimeError, ValueError) as error:  # the last two: impossible sizes
             if all(n >= 0 for n in shape) and math.prod(shape) < _ADDRESSES:
                 raise
@@ -91,7 +100,7 @@ class Outputs:
         """
         if self._given and not explaining.get():
             _hopwell.tell_written(self._given)
-        like = self._like
+        like: Any = self._like
         if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
             return results
         framework = like.__array_namespace__()
@@ -101,7 +110,7 @@ class Outputs:
 _ADDRESSES = 2**47  # size of a process's address space in bytes
 
 
-def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
+def _maker(name: str, argument: str, array: Any) -> Callable[[tuple[int, ...], DType], Any]:
     if isinstance(array, np.ndarray):
         return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
     if _is_torch(array):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 
@@ -28,11 +29,12 @@ WIDTH = 120
 FUNCTIONS = '''\
 """The operators as Python functions. Generated from src/ops/<operator>/declaration.py: do not edit."""
 
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple
 
 from . import _hopwell
 from ._arrays import (
     Array,
+    ArrayT,
     DType,
     Outputs,
     check_size,
@@ -53,8 +55,16 @@ __all__ = [
 {functions}
 '''
 
+RESULT = '''\
+class {name}(NamedTuple, Generic[ArrayT]):
+    """Results of `{operator}`."""
+
+{fields}
+
+
+'''
 FUNCTION = '''\
-def {name}(
+{result_class}def {name}(
 {parameters}
 ) -> {result}:
     """{doc}
@@ -63,7 +73,7 @@ def {name}(
     _hopwell.{name}(
 {arguments}
     )  # fmt: skip
-    return {returned}
+    {returned}
 '''
 
 STUB = """\
@@ -97,13 +107,6 @@ Raises:
     Error: A device reports an error, or the backend is missing."""
 
 
-def wrapped(text: str, indent: str, hanging: str = "") -> str:
-    """Paragraphs, filled; indented blocks are kept."""
-    return textwrap.fill(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False
-    )  # fmt: skip
-
-
 # ---- signature and docstring ---------------------------------------------------------------------------------------
 
 
@@ -116,11 +119,22 @@ def arguments_of(operator: Operator) -> list[Argument]:
     return flatten(a for a in operator.arguments if a != KEYWORD_ONLY)
 
 
+def inputs_of(operator: Operator) -> list[Tensor]:
+    return [a for a in operator.flat if isinstance(a, Tensor) and not isinstance(a, Output)]
+
+
+def like_argument(operator: Operator) -> str:
+    """The input whose framework and device new outputs have: the first one that a call must have."""
+    return next(a.python_name for a in inputs_of(operator) if not a.optional)
+
+
 def annotation(argument: Argument) -> str:
+    if isinstance(argument, Choice):
+        return f"Literal[{', '.join(json.dumps(value) for value in argument.enum.values)}]"
     if isinstance(argument, PythonOnly):
         kind = "DType" if argument.type == "dtype" else argument.type
     else:
-        kinds = {NumberOrTensor: "float | Array", Number: "float", Integer: "int", Boolean: "bool", Choice: "str"}
+        kinds = {NumberOrTensor: "float | Array", Number: "float", Integer: "int", Boolean: "bool"}
         kind = next((text for cls, text in kinds.items() if isinstance(argument, cls)), "Array")
     absent = argument.optional if isinstance(argument, Tensor) else getattr(argument, "default", REQUIRED) is None
     return f"{kind} | None" if absent or isinstance(argument, Output) else kind
@@ -146,7 +160,8 @@ def parameters(operator: Operator) -> str:
             keyword_only = True
             continue
         for one in filter(is_parameter, flatten([declared])):
-            lines.append(f"{one.python_name}: {annotation(one)}{default_of(one, keyword_only)}")
+            kind = "ArrayT" if one.python_name == like_argument(operator) else annotation(one)
+            lines.append(f"{one.python_name}: {kind}{default_of(one, keyword_only)}")
     lines += ["backend: str | None = None", "stream: Any = None"]
     return "\n".join(f"    {line}," for line in lines)
 
@@ -193,7 +208,7 @@ def returns_doc(operator: Operator) -> str:
 
 def docstring(operator: Operator) -> str:
     """The docstring without its indentation: summary, formula, notes, arguments, results, errors."""
-    parts = [wrapped(one_line(operator.doc), "", "")]
+    parts = [textwrap.fill(one_line(operator.doc), WIDTH - 7)]
     if operator.formula:
         parts.append(textwrap.indent(textwrap.dedent(operator.formula).strip("\n"), "    ").rstrip())
     if operator.notes:
@@ -219,10 +234,9 @@ class Body:
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
         self.arguments = arguments_of(operator)
-        self.inputs = [a for a in operator.flat if isinstance(a, Tensor) and not isinstance(a, Output)]
+        self.inputs = inputs_of(operator)
         self.names = {a.python_name for a in self.arguments if is_parameter(a)}
-        first = next(a for a in self.inputs if not a.optional)
-        self.like = first.python_name
+        self.like = like_argument(operator)
         self.shapes: dict[str, str] = {}  # locals with the shapes of inputs
         self.lines = [f'outputs = Outputs("{operator.name}", "{self.like}", {self.like})']
         self.python_only()
@@ -298,7 +312,7 @@ class Body:
 
     def dtype(self, output: Output) -> tuple[str, str]:
         """Expressions for an output's dtype and, if an option sets it, the option that a given array must match."""
-        like = f"{self.like}.dtype"
+        like = "outputs.dtype"
         for one in self.arguments:
             if isinstance(one, PythonOnly) and one.of == output.name:
                 return (one.name, f'"{one.name}"') if one.default is not None else (f"{one.name} or {like}", "")
@@ -331,22 +345,24 @@ class Body:
 def function(operator: Operator) -> str:
     body = Body(operator)
     passed = [body.local(a) if isinstance(a, Output) else a.python_name for a in operator.flat]
-    locals_ = {o.python_name: body.local(o) for o in outputs_of(operator)}
-    returned = f"outputs.native({', '.join(locals_[name] for name in operator.returns)})"
-    one = len(operator.returns) == 1
-    whens = {o.python_name: " | None" if o.when else "" for o in outputs_of(operator)}
-    result = [f"Array{whens[name]}" for name in operator.returns]
-    summary, *rest = textwrap.indent(docstring(operator), "    ").lstrip().split("\n")
+    outputs = {output.python_name: output for output in outputs_of(operator)}
+    results = f"outputs.native({', '.join(body.local(outputs[name]) for name in operator.returns)})"
+    name, result_class = f"{operator.camel}Result", ""
+    if len(operator.returns) > 1:
+        fields = [f"    {one}: ArrayT{' | None' if outputs[one].when else ''}" for one in operator.returns]
+        result_class = RESULT.format(name=name, operator=operator.name, fields="\n".join(fields))
+    indent = " " * 8
     return FUNCTION.format(
+        result_class=result_class,
         name=operator.name,
         parameters=parameters(operator),
-        result=result[0] if one else f"tuple[{', '.join(result)}]",
-        doc="\n".join([summary, *rest]),
+        result=f"{name}[ArrayT]" if result_class else "ArrayT",
+        doc=textwrap.indent(docstring(operator), "    ").lstrip(),
         body="\n".join(f"    {line}" for line in body.lines),
         arguments=textwrap.fill(
-            ", ".join([*passed, "backend", "stream"]) + ",", WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8
+            ", ".join([*passed, "backend", "stream"]) + ",", WIDTH, initial_indent=indent, subsequent_indent=indent
         ),
-        returned=f"{returned}[0]" if one else returned,
+        returned=f"return {name}(*{results})" if result_class else f"result: ArrayT = {results}[0]\n    return result",
     )
 
 
