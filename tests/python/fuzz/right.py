@@ -9,9 +9,9 @@ from hopwell import reference
 from hopwell._ops import OPERATORS
 from hypothesis import strategies as st
 
+from . import right_pooling
 from .call import WORK, FuzzedCall, fit, given
 from .draw import E4M3, Maker, integers_around, rows_of_indices
-from .right_pooling import kv_compress, kv_compress_backward  # noqa: F401
 
 
 def _causality(maker: Maker, s_q: int, s_kv: int) -> dict[str, Any]:
@@ -504,4 +504,6 @@ def normalize_l1(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
 
 
-CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {name: globals()[name] for name in OPERATORS}
+CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
+    name: {**vars(right_pooling), **globals()}[name] for name in OPERATORS
+}
