@@ -1,4 +1,4 @@
-"""What is asked about operators: their backends, and which of them would run a call."""
+"""Questions about operators: which backends they have, and which backend would run a call."""
 
 from typing import Any
 

@@ -78,7 +78,7 @@ FUNCTION = '''\
 
 STUB = """\
 # The compiled module: every argument positional, outputs allocated by the caller. None stands for an absent array.
-# Generated from src/ops/<operator>/declaration.py and scripts/declare/python.py: do not edit.
+# Generated from src/ops/<operator>/declaration.py and scripts/declare/functions.py: do not edit.
 from typing import Any
 
 class Error(RuntimeError): ...
@@ -196,7 +196,7 @@ def argument_doc(argument: Argument) -> str:
 
 
 def returns_doc(operator: Operator) -> str:
-    """The results, with what is known of those that are no arguments."""
+    """The results. Those that are no arguments have their dtype, shape and meaning here."""
     parts = [f"({', '.join(operator.returns)})."] if len(operator.returns) > 1 else []
     for output in outputs_of(operator):
         if output.allocation == "new" or len(operator.returns) == 1:
