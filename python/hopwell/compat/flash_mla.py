@@ -14,6 +14,8 @@ import torch
 from .._checks import require
 from .._operators import sparse_mla_forward
 
+__all__ = ["flash_mla_sparse_fwd"]
+
 
 @torch.no_grad()
 def flash_mla_sparse_fwd(

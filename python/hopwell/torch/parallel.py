@@ -33,6 +33,8 @@ from hopwell.torch.nn.pack import Pack
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients, refuse_second_derivative, scaled
 
+__all__ = ["ContextShard", "ParallelDSA", "check_agreement", "shard_heads", "sum_gradients"]
+
 Group = dist.ProcessGroup | None  # None: this rank alone
 
 
