@@ -104,7 +104,7 @@ nightly: build
 	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
-	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package
+	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -rL build/asan/generated/python/hopwell build/asan/package
 	@cp build/asan/bindings/python/_hopwell.*.so build/asan/package/hopwell
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
@@ -160,9 +160,11 @@ hooks: setup
 	@$(PYTHON) -m pip install --quiet pre-commit==4.7.0
 	@.venv/bin/pre-commit install
 
+GENERATED := $(addprefix build/declared/python/hopwell/,_operators.py _hopwell.pyi)
 lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@$(PYTHON) -B scripts/declare --write build/declared
+	@.venv/bin/ruff check . $(GENERATED) && .venv/bin/ruff format --check . $(GENERATED) && .venv/bin/mypy
 	@git ls-files -- ':!*.json' ':!*.svg' | xargs .venv/bin/codespell
 	@$(PYTHON) scripts/plain.py
 	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet

@@ -8,7 +8,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUILD = ROOT / "build" / "docs"
-sys.path[:0] = [str(HERE), str(ROOT / "python")]
+sys.path[:0] = [str(HERE), str(BUILD / "declared" / "python")]
+subprocess.run([sys.executable, "-B", "scripts/declare", "--write", str(BUILD / "declared")], cwd=ROOT, check=True)
 
 import emulated  # noqa: E402
 import generated  # noqa: E402
@@ -69,7 +70,6 @@ def make_inputs(app: object) -> None:
     pages.
     """
     (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "scripts/declare", "--write", str(BUILD / "declared")], cwd=ROOT, check=True)
     subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
     plots.draw_all(HERE / "_generated")
     emulated.draw(HERE / "_generated")

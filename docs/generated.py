@@ -6,7 +6,6 @@ A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. GitHub
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "declare"))
 
 import declarations  # noqa: E402
+import functions  # noqa: E402
 from declare import Operator  # noqa: E402
 
 PACKAGE = ROOT / "python" / "hopwell"
@@ -59,10 +59,10 @@ def operators() -> list[str]:
 
 
 def docstrings() -> dict[str, str]:
-    """Returns the docstrings of the functions in `hopwell`."""
-    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "_ops").glob("*.py")]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_docstring(node) or "" for node in functions}
+    """Returns the docstrings of the operators and of the other functions in `hopwell`."""
+    tree = ast.parse((PACKAGE / "_ops.py").read_text())
+    found = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return found | {operator.name: functions.docstring(operator) for operator in declarations.load()}
 
 
 def registered() -> dict[str, set[str]]:
@@ -151,14 +151,6 @@ def compat() -> str:
     )
 
 
-def formula(operator: str) -> str:
-    """The declared formula, if the Python docstring has none."""
-    text = inspect.cleandoc(declared()[operator].formula)
-    if not text or "=" in docstrings()[operator].partition("Args:")[0]:
-        return ""
-    return f"```text\n{text}\n```\n"
-
-
 def cpp(operator: str) -> str:
     """An operator's C++ program, which the installation test runs, and its generated argument struct."""
     program = f"```{{literalinclude}} ../../tests/install/operators/{operator}.cpp\n:language: cpp\n```\n\n"
@@ -236,7 +228,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
         module,
         operator_list,
         families,
-        formula,
         command,
         compat,
         cpp,

@@ -1,4 +1,4 @@
-// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops/ allocates outputs.
+// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_operators.py allocates outputs.
 #include "call.hpp"
 
 #include <cstdint>

@@ -18,47 +18,16 @@ Nothing here is differentiable: a tensor that requires grad is refused unless gr
 import importlib
 from types import ModuleType
 
+from . import _operators
 from ._hopwell import Error, num_threads, set_num_threads
 from ._hopwell import version as _version
+from ._operators import *  # noqa: F403
 from ._ops import backends, explain
-from ._ops.kv_compress import kv_compress, kv_compress_backward
-from ._ops.lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from ._ops.nvfp4 import (
-    nvfp4_dequantize,
-    nvfp4_gemv,
-    nvfp4_linear,
-    nvfp4_linear_backward,
-    nvfp4_matmul,
-    nvfp4_quantize,
-)
-from ._ops.paged_attention import paged_attention
-from ._ops.sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
 __version__: str = _version()
 
-__all__ = [
-    "Error",
-    "attention_distribution",
-    "backends",
-    "explain",
-    "indexer_dense_loss",
-    "kv_compress",
-    "kv_compress_backward",
-    "lightning_indexer",
-    "lightning_indexer_backward",
-    "normalize_l1",
-    "num_threads",
-    "nvfp4_dequantize",
-    "nvfp4_gemv",
-    "nvfp4_linear",
-    "nvfp4_linear_backward",
-    "nvfp4_matmul",
-    "nvfp4_quantize",
-    "paged_attention",
-    "set_num_threads",
-    "sparse_mla_backward",
-    "sparse_mla_forward",
-]
+__all__ = ["Error", "backends", "explain", "num_threads", "set_num_threads"]
+__all__ += _operators.__all__
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,14 +5,21 @@ import operator
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from . import _hopwell
 
-Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
+
+class Array(Protocol):
+    """torch.Tensor, numpy.ndarray, or anything else with `__dlpack__`."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Array)
 DType: TypeAlias = Any  # a name ("float32"), or the type of `array.dtype` in the array's framework
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -27,28 +34,30 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 explaining: ContextVar[bool] = ContextVar("explaining", default=False)  # True in `explain`: runs and writes nothing
 
 
-def _is_torch(array: Array) -> bool:
+def _is_torch(array: object) -> bool:
     torch = sys.modules.get("torch")  # torch is already imported if the caller has a tensor
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-class Outputs:
+class Outputs(Generic[ArrayT]):
     """The output arrays of a call: arrays that the caller passed, and new ones.
 
     New arrays have the framework and the device of `like`, which is the input named `argument`. Frameworks other than
     torch and cupy get numpy arrays here; `native` converts them after the call has written them.
     """
 
-    def __init__(self, operator: str, argument: str, like: Array) -> None:
+    def __init__(self, operator: str, argument: str, like: ArrayT) -> None:
         self.operator = operator
         self._argument, self._like = argument, like
         self._make = _maker(operator, argument, like)
+        self.dtype: DType = like.dtype  # type: ignore[attr-defined]
         self._given: tuple[Array, ...] = ()
 
-    def new(self, shape: tuple[int, ...], dtype: DType) -> Array:
+    def new(self, shape: tuple[int, ...], dtype: DType) -> ArrayT:
         """Allocates an uninitialised array."""
         try:
-            return self._make(shape, dtype)
+            array: ArrayT = self._make(shape, dtype)
+            return array
         except (MemoryError, RuntimeError, ValueError) as error:  # the last two: impossible sizes
             if all(n >= 0 for n in shape) and math.prod(shape) < _ADDRESSES:
                 raise
@@ -65,9 +74,24 @@ class Outputs:
         self._given += (array,)
         return array
 
-    def given_or_new(self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType) -> Array:
-        """Returns `array` if the caller passed one, else a new array."""
-        return self.new(shape, dtype) if array is None else self.given(argument, array)
+    def given_or_new(
+        self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType, option: str = ""
+    ) -> Array:
+        """Returns `array` if the caller passed one, else a new array.
+
+        If an `option` of the call names the dtype, a given array must have it.
+        """
+        if array is None:
+            return self.new(shape, dtype)
+        self.given(argument, array)
+        if option:
+            check_dtype(self.operator, argument, array, dtype, option)
+        return array
+
+    def not_needed(self, argument: str, array: Array | None) -> None:
+        """Checks that the caller passed no array for a result that is left out."""
+        if array is not None:
+            raise ValueError(f"{self.operator}: {argument} must be None where it is not needed; got an array")
 
     def native(self, *results: Any) -> tuple[Any, ...]:
         """Converts the results to the framework of `like`, after the call has written them.
@@ -76,7 +100,7 @@ class Outputs:
         """
         if self._given and not explaining.get():
             _hopwell.tell_written(self._given)
-        like = self._like
+        like: Any = self._like
         if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
             return results
         framework = like.__array_namespace__()
@@ -86,7 +110,7 @@ class Outputs:
 _ADDRESSES = 2**47  # size of a process's address space in bytes
 
 
-def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
+def _maker(name: str, argument: str, array: Any) -> Callable[[tuple[int, ...], DType], Any]:
     if isinstance(array, np.ndarray):
         return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
     if _is_torch(array):
@@ -106,7 +130,8 @@ def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...],
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if isinstance(dtype, np.dtype):
         return dtype
-    return _NUMPY_DTYPES.get(str(dtype).rpartition(".")[2], _NUMPY_DTYPES["float32"])
+    name = dtype if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
+    return _NUMPY_DTYPES.get(name, _NUMPY_DTYPES["float32"])
 
 
 def _torch_dtype(torch: Any, dtype: DType) -> Any:
@@ -133,6 +158,11 @@ def dims(array: Array, count: int) -> tuple[int, ...]:
     return shape if len(shape) == count else (0,) * count
 
 
+def dtype_of(array: Array) -> DType:
+    """Returns the dtype of an array. Anything else gets a dtype too: the argument check reports it."""
+    return getattr(array, "dtype", "float32")
+
+
 def flag(name: str, argument: str, value: Any) -> bool:
     """Converts an argument to bool."""
     try:
@@ -149,17 +179,17 @@ def extent(size: Any, limit: int) -> int:
         return 0
 
 
-def check_topk(name: str, topk: Any) -> int:
-    """Checks topk, because outputs are allocated with it before the argument check sees it. Key indices are int32."""
+def check_size(name: str, argument: str, size: Any) -> int:
+    """Checks a size, because outputs are allocated with it before the argument check sees it. It must fit an int32."""
     largest = 2**31 - 1
     try:
-        size = operator.index(topk)
+        number = operator.index(size)
     except TypeError:
-        size = -1
-    if not 0 <= size <= largest:
-        bound = f"at most {largest}" if size > 0 else "at least 0"
-        raise ValueError(f"{name}: topk must be an integer of {bound}; got {printable(topk)}")
-    return size
+        number = -1
+    if not 0 <= number <= largest:
+        bound = f"at most {largest}" if number > 0 else "at least 0"
+        raise ValueError(f"{name}: {argument} must be an integer of {bound}; got {printable(size)}")
+    return number
 
 
 def dtype_name(name: str, argument: str, dtype: DType, allowed: tuple[str, ...]) -> str:

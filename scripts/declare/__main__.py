@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import declarations
+import functions
 import headers
 import sources
 from declare import Operator
+
+PACKAGE = declarations.OPERATIONS.parents[1] / "python" / "hopwell"
 
 
 def write(folder: Path, operators: list[Operator]) -> None:
@@ -21,12 +24,26 @@ def write(folder: Path, operators: list[Operator]) -> None:
         "operators.inc": sources.operator_list(operators),
         "entry_points.cpp": sources.entry_points(operators),
         "python_operators.cpp": sources.binding(operators),
+        "python/hopwell/_operators.py": functions.functions(operators),
+        "python/hopwell/_hopwell.pyi": functions.stub(operators),
     }
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+    link_package(folder / "python" / "hopwell")
+
+
+def link_package(folder: Path) -> None:
+    """Links the other files of the Python package beside the generated ones, for tools that read the whole package."""
+    for path in folder.iterdir():
+        if path.is_symlink() and not path.exists():
+            path.unlink()
+    for path in PACKAGE.iterdir():
+        link = folder / path.name
+        if path.name != "__pycache__" and not link.is_symlink():
+            link.symlink_to(path)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The words of a declaration: an operator and its arguments.
 
 `src/ops/<folder>/declaration.py` declares the operators of its folder with these classes. What follows from a
-declaration is generated: `python3 scripts/declare --write FOLDER` writes the C and C++ headers, the entry points and
-the Python binding, and `--json` prints all declarations for other programs.
+declaration is generated: `python3 scripts/declare --write FOLDER` writes the C and C++ headers, the entry points, the
+Python binding and the Python functions, and `--json` prints all declarations for other programs.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ class Output(Tensor):
     """An array that the operator writes.
 
     Python allocates it unless the caller gave it ("given or new"), always ("new"), or never ("given"). If there is a
-    condition `when` on another argument, Python allocates the array only if it holds.
+    condition `when` on another argument, Python allocates the array only if it holds. `python_shape` is a Python
+    expression of the shape, for one that does not follow from the dimensions of inputs (python/hopwell/_hooks.py).
     """
 
     allocation: str = "given or new"
     when: str = ""
+    python_shape: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,13 @@ class Number(Argument):
 class Integer(Argument):
     """A 64-bit integer. A default of None means that it may be absent.
 
-    C writes absence as 0; if 0 is a value (`zero_is_a_value`), it has a field `has_<name>`.
+    C writes absence as 0; if 0 is a value (`zero_is_a_value`), it has a field `has_<name>`. One that is a dimension of
+    an output has the dimension `at_most` as its bound.
     """
 
     default: Any = REQUIRED
     zero_is_a_value: bool = False
+    at_most: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,10 @@ class Struct(Argument):
 
 @dataclass(frozen=True)
 class PythonOnly(Argument):
-    """An argument of the Python function that C does not have, such as the dtype of an output."""
+    """An argument of the Python function that C does not have, such as the dtype of the output `of`."""
 
     type: str = ""
+    of: str = ""
     default: Any = REQUIRED
     choices: tuple[str, ...] = ()
 
@@ -153,6 +158,8 @@ class Operator:
     notes: str = ""
     returns: tuple[str, ...] = ()  # names of outputs, in the order in which Python returns them
     returns_doc: str = ""
+    more_returns: tuple[str, str] | None = None  # (an argument, the output that is returned too if it is given)
+    python_check: str = ""  # a statement of the Python function, before it allocates outputs (python/hopwell/_hooks.py)
     folder: str = ""  # set when a declaration is read
 
     @property

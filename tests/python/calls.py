@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from hopwell import reference
+from hopwell._ops import OPERATORS
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 
 Rng = np.random.Generator
@@ -264,27 +265,7 @@ def normalize_l1(rng: Rng, dtype: str) -> Call:
     return Call("normalize_l1", {"attn": attn.astype(np.float32)}, (1e-6,), ("out",))
 
 
-MAKERS: dict[str, Callable[[Rng, str], Call]] = {
-    maker.__name__: maker
-    for maker in (
-        sparse_mla_forward,
-        sparse_mla_backward,
-        attention_distribution,
-        paged_attention,
-        nvfp4_gemv,
-        nvfp4_linear,
-        nvfp4_linear_backward,
-        nvfp4_matmul,
-        nvfp4_quantize,
-        nvfp4_dequantize,
-        lightning_indexer,
-        lightning_indexer_backward,
-        indexer_dense_loss,
-        normalize_l1,
-        kv_compress,
-        kv_compress_backward,
-    )
-}
+MAKERS: dict[str, Callable[[Rng, str], Call]] = {name: globals()[name] for name in OPERATORS}
 WITH_FLOAT16 = {"paged_attention", *(operator for operator in MAKERS if operator.startswith("nvfp4_"))}
 OPERATOR_AND_DTYPE = [
     (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16

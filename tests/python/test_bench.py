@@ -33,7 +33,7 @@ def measured(name: str, packages: Callable[[str], bool] | None) -> list[dict[str
 
 
 def test_it_knows_every_operator() -> None:
-    assert set(OPERATORS) == set(_ops._OPERATORS)
+    assert set(OPERATORS) == set(_ops.OPERATORS)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -286,9 +286,10 @@ def test_gradients_are_refused_unless_they_are_off(rng: np.random.Generator) -> 
 
 @every_operator
 def test_signature_is_that_of_the_reference(operator: str) -> None:
-    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-        found = inspect.signature(function).parameters.values()
-        return [(p.name, p.kind, p.default) for p in found if p.name not in ("backend", "stream")]
+    def parameters(function: Any) -> tuple[dict[str, Any], list[str]]:
+        found = [p for p in inspect.signature(function).parameters.values() if p.name not in ("backend", "stream")]
+        positional = [p.name for p in found if p.kind is not p.KEYWORD_ONLY]
+        return {p.name: (p.kind, p.default) for p in found}, positional
 
     function = getattr(hopwell, operator)
     assert parameters(function) == parameters(getattr(reference, operator))
@@ -300,8 +301,7 @@ def test_signature_is_that_of_the_reference(operator: str) -> None:
 def test_the_stub_names_what_the_module_has() -> None:
     stub = (Path(hopwell.__file__).parent / "_hopwell.pyi").read_text()
     named = set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", stub, re.MULTILINE))
-    others = {name for name in dir(_hopwell) if not name.startswith("_")} - set(MAKERS)  # the operators are generated
-    assert named == others
+    assert named == {name for name in dir(_hopwell) if not name.startswith("_")}
 
 
 def test_backends_and_version() -> None:
@@ -319,7 +319,7 @@ def test_explain(operator: str, rng: np.random.Generator) -> None:
 
 
 def test_explain_checks_its_arguments(rng: np.random.Generator) -> None:
-    with pytest.raises(ValueError, match=r"explain: operator must be one of sparse_mla_forward, .*; got gemm"):
+    with pytest.raises(ValueError, match=r"explain: operator must be one of .*sparse_mla_forward.*; got gemm"):
         hopwell.explain("gemm")
     call = MAKERS["nvfp4_linear"](rng, "float32")
     with pytest.raises(ValueError, match="nvfp4_linear: bias must be"):

@@ -16,7 +16,13 @@ def test_what_the_package_holds() -> None:
     package = importlib.metadata.distribution("hopwell")
     assert package.version == hopwell.__version__
     files = {str(file) for file in package.files or ()}
-    assert files >= {"hopwell/py.typed", "hopwell/_hopwell.pyi", "hopwell/bin/hopwell", "hopwell/torch/nn/dsa.py"}
+    assert files >= {
+        "hopwell/py.typed",
+        "hopwell/_hopwell.pyi",
+        "hopwell/_operators.py",
+        "hopwell/bin/hopwell",
+        "hopwell/torch/nn/dsa.py",
+    }
     assert files >= {"hopwell/commit.txt", "hopwell/bench/__main__.py"}
     libraries = [file for file in files if "libhopwell" in file]
     # A wheel has no links, so a second name would be a second copy. The name has the minor version, because argument

@@ -23,6 +23,8 @@ from torch import Tensor
 from .._checks import require, require_shape
 from ._index_scores import write_index_scores
 
+__all__ = ["fp8_fp4_mqa_logits", "fp8_mqa_logits"]
+
 _KINDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 
 

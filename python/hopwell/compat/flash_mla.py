@@ -12,7 +12,9 @@ of the autograd graph.
 import torch
 
 from .._checks import require
-from .._ops.sparse_mla import sparse_mla_forward
+from .._operators import sparse_mla_forward
+
+__all__ = ["flash_mla_sparse_fwd"]
 
 
 @torch.no_grad()

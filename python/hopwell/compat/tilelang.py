@@ -39,6 +39,17 @@ from hopwell.torch._packing import key_ranges
 from .._checks import require, require_shape
 from ._index_scores import as_int32, write_index_scores
 
+__all__ = [
+    "SparseMLA",
+    "batched_indexer_fwd",
+    "generate_varlen_mask_params",
+    "lighting_indexer",
+    "sparse_attn_tilelang",
+    "sparse_mqa_fwd_interface",
+    "sparse_mqa_target_fwd_interface",
+    "v4_lighting_indexer",
+]
+
 
 def _attend_with_sinks(
     function: str, q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_scale: float | None

@@ -12,7 +12,7 @@ are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse atte
 import torch
 
 from .._checks import INTEGERS, require, require_one_device
-from .._ops.paged_attention import paged_attention
+from .._operators import paged_attention
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache"]
 

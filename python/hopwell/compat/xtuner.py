@@ -21,6 +21,8 @@ from torch import Tensor
 
 from .tilelang import SparseMLA, lighting_indexer
 
+__all__ = ["SparseMLAOutputs", "dsa_topk_indices", "install", "sparse_mla"]
+
 
 class SparseMLAOutputs(NamedTuple):
     """What xtuner's attention reads of a backend: out [s, heads, value_dim] and lse float32 [s, heads], to base e."""

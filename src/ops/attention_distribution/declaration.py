@@ -35,7 +35,13 @@ attention_distribution = Operator(
         ),
         INDICES_ASCENDING,
         replace(ATTN_SINK, doc="With it lse' = log(exp(lse) + exp(attn_sink)) is in the place of lse."),
-        Output("out", "In the order of indices.", dtype="fp32", shape="[s_q, topk]"),
+        Output(
+            "out",
+            "In the order of indices.",
+            dtype="fp32",
+            shape="[s_q, topk]",
+            python_shape="selection_shape(q, kv, indices)",
+        ),
     ),
     returns=("out",),
 )

@@ -20,7 +20,7 @@ INDICES = Tensor(
 )
 LSE = Tensor("lse", "The forward's lse.", dtype="fp32", shape="[s_q, h_q]")
 SM_SCALE = Number("sm_scale", "Factor of the attention's scores. Finite.")
-D_V = Integer("d_v", "Number of columns of V, 1 to d_qk.", default=512)
+D_V = Integer("d_v", "Number of columns of V, 1 to d_qk.", default=512, at_most="d_qk")
 ATTN_SINK = Tensor(
     "attn_sink",
     "Logit of a sink that each head attends besides the keys. It may be +inf or -inf.",

@@ -26,7 +26,12 @@ nvfp4_gemv = Operator(
         ALPHA,
         reciprocal("alpha"),
         PythonOnly(
-            "out_dtype", "Dtype of out.", type="dtype", default="float16", choices=("float16", "bfloat16", "float32")
+            "out_dtype",
+            "Dtype of out.",
+            type="dtype",
+            of="out",
+            default="float16",
+            choices=("float16", "bfloat16", "float32"),
         ),
         SCALE_LAYOUT,
         Output("out", "Any strides.", dtype="fp16 | bf16 | fp32", shape="[M, 1, L]"),
@@ -72,7 +77,12 @@ nvfp4_matmul = Operator(
         reciprocal("alpha"),
         Tensor("bias", dtype="like out", shape="[N]", optional=True),
         PythonOnly(
-            "out_dtype", "Dtype of out.", type="dtype", default="bfloat16", choices=("bfloat16", "float16", "float32")
+            "out_dtype",
+            "Dtype of out.",
+            type="dtype",
+            of="out",
+            default="bfloat16",
+            choices=("bfloat16", "float16", "float32"),
         ),
         SCALE_LAYOUT,
         Output("out", dtype="fp16 | bf16 | fp32", shape="[M, N]"),

@@ -34,6 +34,7 @@ nvfp4_quantize = Operator(
             dtype=SCALES,
             shape="[rows, K/16] or blocked",
             allocation="new",
+            python_shape="scales_shape(x, scale_layout)",
         ),
         Output("global_scale", dtype="fp32", shape="[]", allocation="new"),
     ),
@@ -53,7 +54,9 @@ nvfp4_dequantize = Operator(
         KEYWORD_ONLY,
         reciprocal("The global scale"),
         SCALE_LAYOUT,
-        PythonOnly("dtype", "Dtype of x.", type="dtype", default="float32", choices=("float32", "float16", "bfloat16")),
+        PythonOnly(
+            "dtype", "Dtype of x.", type="dtype", of="x", default="float32", choices=("float32", "float16", "bfloat16")
+        ),
         Output("x", dtype="fp32 | fp16 | bf16", shape="[rows, K]", allocation="new"),
     ),
     returns=("x",),

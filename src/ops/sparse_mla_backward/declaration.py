@@ -51,7 +51,9 @@ sparse_mla_backward = Operator(
             + " It also gives the same dq of a query in every call that has the query. On a GPU it takes"
             " 4 * s_q * topk bytes of scratch.",
         ),
-        PythonOnly("dkv_dtype", "Dtype of dkv.", type="dtype", default="float32", choices=("float32", "bfloat16")),
+        PythonOnly(
+            "dkv_dtype", "Dtype of dkv.", type="dtype", of="dkv d_window_kv", default="float32", choices=("float32", "bfloat16")
+        ),
         Boolean("accumulate", "Adds into the given fp32 dkv instead of overwriting it."),
         INDICES_ASCENDING,
         Boolean(
@@ -85,7 +87,7 @@ sparse_mla_backward = Operator(
             dtype="fp32 | bf16",
             shape="the shape of window_kv",
             optional=True,
-            when="need_d_window_kv",
+            when="need_d_window_kv and window_kv is not None",
         ),
         Output(
             "attn",
@@ -96,6 +98,9 @@ sparse_mla_backward = Operator(
             allocation="given",
         ),
     ),
+    python_check="check_accumulate(accumulate, window_kv, need_dkv, dkv, need_d_window_kv, d_window_kv)",
     returns=("dq", "dkv", "d_sink"),
-    returns_doc="None stands for an output that is not needed, and for d_sink without a sink.",
+    more_returns=("window_kv", "d_window_kv"),
+    returns_doc="With window_kv, (dq, dkv, d_sink, d_window_kv). None stands for an output that is not needed, and for d_sink"
+    " without a sink.",
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from hopwell import reference
+from hopwell._ops import OPERATORS
 from hopwell.reference.sparse_mla import see_window, select
 
 from . import judge_indexer
@@ -410,24 +411,7 @@ def normalize_l1(a: dict[str, Any]) -> list[Expected]:
 
 
 _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
-    judge.__name__: judge
-    for judge in (
-        sparse_mla_forward,
-        sparse_mla_backward,
-        attention_distribution,
-        paged_attention,
-        nvfp4_gemv,
-        nvfp4_linear,
-        nvfp4_linear_backward,
-        nvfp4_matmul,
-        nvfp4_quantize,
-        nvfp4_dequantize,
-        judge_indexer.lightning_indexer_backward,
-        judge_indexer.indexer_dense_loss,
-        normalize_l1,
-        kv_compress,
-        kv_compress_backward,
-    )
+    name: judge for module in (vars(judge_indexer), globals()) for name, judge in module.items() if name in OPERATORS
 }
 
 

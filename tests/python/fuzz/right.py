@@ -1,53 +1,17 @@
 """A right call of each operator: every option, sizes from nothing to a little past a tile, any strides and aliasing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from calls import DTYPES, FLOAT8
 from hopwell import reference
+from hopwell._ops import OPERATORS
 from hypothesis import strategies as st
 
+from . import right_pooling
+from .call import WORK, FuzzedCall, fit, given
 from .draw import E4M3, Maker, integers_around, rows_of_indices
-from .memory import Memory
-
-WORK = 300_000  # multiplications a call, for the reference is a loop in Python
-
-
-@dataclass
-class FuzzedCall:
-    operator: str
-    arguments: dict[str, Any]  # arrays are numpy's; those that are written are among them
-    outputs: tuple[str, ...]  # arguments that are written
-    memory: Memory
-
-    def __repr__(self) -> str:
-        return f"{self.operator}({', '.join(f'{name}={_text(value)}' for name, value in self.arguments.items())})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what hypothesis prints
-        printer.text(repr(self))
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return {name: value for name, value in self.arguments.items() if name not in self.outputs}
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, np.ndarray):
-        return repr(value)
-    steps = [stride // value.itemsize for stride in value.strides]
-    first = ", ".join(str(x) for x in value.reshape(-1)[:4]) if 0 < value.size < 10**6 else ""
-    return f"<{value.dtype} {list(value.shape)} strides {steps}: {first}{', …' if value.size > 4 else ''}>"
-
-
-def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
-    """The sizes, the first ones cut so that their product is at most the limit times `Maker.work`."""
-    sizes, limit = list(sizes), int(limit * Maker.work)
-    for i in range(len(sizes)):
-        others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))
-        sizes[i] = min(sizes[i], max(limit // others, 1))
-    return sizes
 
 
 def _causality(maker: Maker, s_q: int, s_kv: int) -> dict[str, Any]:
@@ -90,7 +54,7 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     dense = maker.chance(4)
     if dense:
         s_kv = topk = min(s_kv, 130)
-    s_q, h_q, topk, d_qk = _fit([s_q, h_q, topk, d_qk])
+    s_q, h_q, topk, d_qk = fit([s_q, h_q, topk, d_qk])
     s_kv = topk if dense else s_kv
     flat_kv, flat_indices = maker.chance(), maker.chance()
     wanted = rows_of_indices(maker, s_q, s_kv, topk)
@@ -147,19 +111,6 @@ def _scalar(maker: Maker, usual: float) -> float:
     return float(np.float32(maker.choose(usual, -usual, 1.0, usual, extreme)))
 
 
-def _given(
-    maker: Maker, operator: str, arguments: dict[str, Any], results: dict[str, tuple[tuple[int, ...], Any, bool]]
-) -> FuzzedCall:
-    """The call, with some of the results (shape, dtype, contiguous rows) as arrays given to be written."""
-    outputs = tuple(name for name in results if maker.chance(3))
-    for name in outputs:
-        shape, dtype, rows = results[name]
-        arguments[name] = maker.output(shape, dtype, rows)
-    if maker.chance(4):
-        arguments["backend"] = "cpu"
-    return FuzzedCall(operator, arguments, outputs, maker.memory)
-
-
 @st.composite
 def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
@@ -173,7 +124,7 @@ def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
     arguments |= _window(maker, arguments, dtype)
     rows = ((s_q, h_q), np.float32, False)
     results = {"out": ((s_q, h_q, d_v), DTYPES[dtype], True), "max_logits": rows, "lse": rows}
-    return _given(maker, "sparse_mla_forward", arguments, results)
+    return given(maker, "sparse_mla_forward", arguments, results)
 
 
 def _sink(maker: Maker, h_q: int) -> Any:
@@ -216,14 +167,14 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
     }
     if "window_kv" in arguments:
         results["d_window_kv"] = arguments["window_kv"].shape, DTYPES[dkv_dtype], True
-    call = _given(
+    call = given(
         maker, "sparse_mla_backward", arguments, {name: r for name, r in results.items() if needed.get(name, True)}
     )
     if "attn" in call.outputs and "attn_sink" in arguments and maker.chance():
         arguments["attn_with_sink"] = True
     of_keys = [name for name in ("dkv", "d_window_kv") if name in results and needed[name]]
-    given = bool(of_keys) and set(of_keys) <= set(call.outputs)
-    if given and dkv_dtype == "float32" and maker.chance():
+    all_given = bool(of_keys) and set(of_keys) <= set(call.outputs)
+    if all_given and dkv_dtype == "float32" and maker.chance():
         arguments["accumulate"] = True
         for name in of_keys:
             arguments[name][...] = maker.rng.standard_normal(arguments[name].shape)
@@ -253,7 +204,7 @@ def attention_distribution(draw: st.DrawFn) -> FuzzedCall:
     if maker.chance():
         arguments["indices_ascending"] = maker.chance()
     results = {"out": ((s_q, _topk(arguments)), np.float32, True)}
-    return _given(maker, "attention_distribution", arguments, results)
+    return given(maker, "attention_distribution", arguments, results)
 
 
 @st.composite
@@ -265,8 +216,8 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
     q_len = 1 if flat else maker.choose(1, 2, 3, 16)
     block = maker.choose(1, 2, 3, 4, 7, 8, 16, 17, 32, 256)
     blocks, pages = maker.size(0, 12), maker.choose(0, 1, 2, 5, 9)
-    b, h_kv, group, q_len = _fit([b, h_kv, group, q_len], max(WORK // max(pages * block * d, 1), 1))
-    (blocks,) = _fit([blocks], max(WORK // (block * h_kv * d), 1))
+    b, h_kv, group, q_len = fit([b, h_kv, group, q_len], max(WORK // max(pages * block * d, 1), 1))
+    (blocks,) = fit([blocks], max(WORK // (block * h_kv * d), 1))
     h_q = h_kv * group
     x = 16 // np.dtype(DTYPES[dtype]).itemsize
     layout = maker.choose("nhd", "hnd", "vllm")
@@ -315,7 +266,7 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
         arguments["alibi_slopes"] = maker.floats((h_q,), "float32", rows=False)
     shape = arguments["q"].shape
     results = {"out": (shape, DTYPES[dtype], True), "lse": (shape[:-1], np.float32, False)}
-    return _given(maker, "paged_attention", arguments, results)
+    return given(maker, "paged_attention", arguments, results)
 
 
 def _k(maker: Maker) -> int:
@@ -359,7 +310,7 @@ def nvfp4_gemv(draw: st.DrawFn) -> FuzzedCall:
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
     _some_reciprocal(maker, arguments, "alpha")
-    return _given(maker, "nvfp4_gemv", arguments, {"out": ((m, 1, batch), DTYPES[out_dtype], False)})
+    return given(maker, "nvfp4_gemv", arguments, {"out": ((m, 1, batch), DTYPES[out_dtype], False)})
 
 
 def _global(maker: Maker, positive: bool = False) -> Any:
@@ -400,14 +351,14 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "float16", "bfloat16")
     n, rows, k = maker.choose(1, maker.size(0, 130)), maker.size(0, 130), _k(maker)
-    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
+    n, rows = fit([n, rows], max(10 * WORK // max(k, 1), 1))
     arguments: dict[str, Any] = {"x": maker.floats((n, k), dtype), "weight": maker.codes((rows, k // 2))}
     _scale_argument(maker, arguments, "weight_scale", rows, k)
     arguments["weight_global"] = _global(maker)
     if maker.chance():
         arguments["bias"] = maker.floats((rows,), dtype)
     _some_reciprocal(maker, arguments, "weight_global")
-    return _given(maker, "nvfp4_linear", arguments, {"out": ((n, rows), DTYPES[dtype], True)})
+    return given(maker, "nvfp4_linear", arguments, {"out": ((n, rows), DTYPES[dtype], True)})
 
 
 @st.composite
@@ -415,82 +366,19 @@ def nvfp4_linear_backward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "float16", "bfloat16")
     n, rows, k = maker.choose(1, maker.size(0, 130)), maker.choose(maker.size(0, 130), 300, 700), _k(maker)
-    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
+    n, rows = fit([n, rows], max(10 * WORK // max(k, 1), 1))
     arguments: dict[str, Any] = {"d_out": maker.floats((n, rows), dtype), "weight": maker.codes((rows, k // 2))}
     _scale_argument(maker, arguments, "weight_scale", rows, k)
     arguments["weight_global"] = _global(maker)
     _some_reciprocal(maker, arguments, "weight_global")
-    return _given(maker, "nvfp4_linear_backward", arguments, {"out": ((n, k), DTYPES[dtype], True)})
-
-
-def _pooling(maker: Maker) -> tuple[str, dict[str, Any], int]:
-    """Arguments of kv_compress and the number of rows of its out, which may be any."""
-    dtype = maker.choose("float32", "bfloat16")
-    ratio = maker.choose(maker.size(1, 9), 1, 2, 4, 128)
-    s, d, overlap = maker.choose(maker.size(0, 130), 300), maker.size(1, 70), maker.chance()
-    if maker.for_kernels:
-        d = maker.choose(8, 16, 64, 128)
-    s, d = _fit([s, d], WORK // 10)
-    w = 2 * d if overlap else d
-    arguments: dict[str, Any] = {
-        "kv": maker.floats((s, w), dtype),
-        "gate": maker.floats((s, w), dtype, palette=maker.choose(None, "normal", "normal")),
-        "ratio": ratio,
-        "overlap": overlap,
-    }
-    if maker.chance():
-        arguments["position_bias"] = maker.floats((ratio, w), "float32", palette=maker.choose(None, "normal"))
-    rows = maker.choose(s // ratio, s // ratio, maker.size(0, 40))
-    match maker.choose("none", "documents", "documents", "any"):
-        case "documents":
-            count = maker.integer(0, 5)
-            tokens = np.sort(maker.rng.integers(0, s + 1, count + 1))
-            keys = np.append(0, np.cumsum(np.diff(tokens) // ratio))
-        case "any":
-            count = maker.integer(0, 5)
-            tokens = _disjoint(maker, count, s)
-            keys = _disjoint(maker, count, rows)
-        case _:
-            return dtype, arguments, rows
-    arguments["cu_seqlens"] = maker.values(tokens.astype(np.int32), rows=False)
-    arguments["cu_compressed"] = maker.values(keys.astype(np.int32), rows=False)
-    return dtype, arguments, rows
-
-
-def _disjoint(maker: Maker, count: int, size: int) -> Any:
-    """Offsets of ranges that do not overlap in 0 … size − 1, also below 0 and beyond: what overlaps is undefined."""
-    return np.sort(maker.rng.choice([-(2**31), -5, 0, size, size + 7, 2**31 - 1, *range(size)], count + 1))
-
-
-@st.composite
-def kv_compress(draw: st.DrawFn) -> FuzzedCall:
-    maker = Maker(draw)
-    dtype, arguments, rows = _pooling(maker)
-    d = arguments["kv"].shape[1] // (2 if arguments["overlap"] else 1)
-    out_dtype = maker.choose(dtype, "float32", "bfloat16")
-    if out_dtype != dtype:
-        arguments["out_dtype"] = out_dtype
-    if rows != len(arguments["kv"]) // arguments["ratio"]:
-        arguments["out"] = maker.output((rows, d), DTYPES[out_dtype], True)
-        return FuzzedCall("kv_compress", arguments, ("out",), maker.memory)
-    return _given(maker, "kv_compress", arguments, {"out": ((rows, d), DTYPES[out_dtype], True)})
-
-
-@st.composite
-def kv_compress_backward(draw: st.DrawFn) -> FuzzedCall:
-    maker = Maker(draw)
-    dtype, arguments, rows = _pooling(maker)
-    d = arguments["kv"].shape[1] // (2 if arguments["overlap"] else 1)
-    arguments = {"d_out": maker.floats((rows, d), maker.choose(dtype, "float32", "bfloat16")), **arguments}
-    like_kv = (arguments["kv"].shape, DTYPES[dtype], True)
-    return _given(maker, "kv_compress_backward", arguments, {"d_kv": like_kv, "d_gate": like_kv})
+    return given(maker, "nvfp4_linear_backward", arguments, {"out": ((n, k), DTYPES[dtype], True)})
 
 
 @st.composite
 def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     m, n, k = maker.choose(1, maker.size(0, 130)), maker.choose(1, maker.size(0, 130)), _k(maker)
-    m, n = _fit([m, n], max(10 * WORK // max(k, 1), 1))
+    m, n = fit([m, n], max(10 * WORK // max(k, 1), 1))
     scale_type, blocked = maker.choose(np.uint8, E4M3), maker.chance(3)
 
     def scales(rows: int) -> Any:
@@ -514,7 +402,7 @@ def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
     _some_reciprocal(maker, arguments, "alpha")
-    return _given(maker, "nvfp4_matmul", arguments, {"out": ((m, n), DTYPES[out_dtype], True)})
+    return given(maker, "nvfp4_matmul", arguments, {"out": ((m, n), DTYPES[out_dtype], True)})
 
 
 @st.composite
@@ -526,7 +414,7 @@ def nvfp4_quantize(draw: st.DrawFn) -> FuzzedCall:
         arguments["scale_layout"] = maker.choose("plain", "blocked")
     if maker.chance():
         arguments["global_scale"] = _global(maker, positive=True)
-    return _given(maker, "nvfp4_quantize", arguments, {})
+    return given(maker, "nvfp4_quantize", arguments, {})
 
 
 @st.composite
@@ -539,7 +427,7 @@ def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
     if maker.chance():
         arguments["dtype"] = maker.choose("float32", "float16", "bfloat16")
     _some_reciprocal(maker, arguments, "global_scale")
-    return _given(maker, "nvfp4_dequantize", arguments, {})
+    return given(maker, "nvfp4_dequantize", arguments, {})
 
 
 def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
@@ -548,7 +436,7 @@ def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tupl
     if maker.for_kernels:
         dtype = maker.choose("bfloat16", *(more_dtypes or ("bfloat16",)))
         h_index, d_index = maker.choose(h_index, 16, 32, 64, maker.size(1, 130)), maker.choose(128, 128, 64)
-    s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
+    s_q, h_index, d_index = fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
     return dtype, {
         "q_index": maker.floats((s_q, h_index, d_index), dtype),
         "k_index": maker.floats((s_kv, d_index), dtype),
@@ -570,7 +458,7 @@ def lightning_indexer(draw: st.DrawFn) -> FuzzedCall:
     arguments |= _causality(maker, s_q, s_kv) | _key_ranges(maker, s_q, s_kv)
     if maker.chance(3):
         arguments["relu"] = maker.chance()
-    return _given(maker, "lightning_indexer", arguments, {})
+    return given(maker, "lightning_indexer", arguments, {})
 
 
 @st.composite
@@ -598,7 +486,7 @@ def lightning_indexer_backward(draw: st.DrawFn) -> FuzzedCall:
         arguments["relu"] = maker.chance()
     if maker.chance():
         arguments["deterministic"] = maker.chance()
-    return _given(maker, "lightning_indexer_backward", arguments, {})
+    return given(maker, "lightning_indexer_backward", arguments, {})
 
 
 @st.composite
@@ -610,7 +498,7 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
     d_qk, d_index = maker.size(1, 70), maker.size(1, 40)
     if maker.for_kernels:
         dtype, d_qk, d_index = "bfloat16", maker.choose(512, 576), maker.choose(64, 128)
-    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, d_qk])
+    s_q, s_kv, h_q, d_qk = fit([s_q, s_kv, h_q, d_qk])
 
     def normal(*shape: int) -> Any:
         return maker.values(maker.rng.standard_normal(shape).astype(DTYPES[dtype]))
@@ -643,7 +531,7 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
     for name in ("relu", "deterministic"):
         if maker.chance(3):
             arguments[name] = maker.chance()
-    return _given(maker, "indexer_dense_loss", arguments, {})
+    return given(maker, "indexer_dense_loss", arguments, {})
 
 
 @st.composite
@@ -652,27 +540,9 @@ def normalize_l1(draw: st.DrawFn) -> FuzzedCall:
     shape = maker.size(0, 70), maker.size(0, 300)
     rows = maker.rng.random(shape) * (maker.rng.random((shape[0], 1)) < 0.7)
     arguments = {"attn": maker.values(rows.astype(np.float32))}
-    return _given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
+    return given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
 
 
 CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
-    strategy.__name__: strategy
-    for strategy in (
-        sparse_mla_forward,
-        sparse_mla_backward,
-        attention_distribution,
-        paged_attention,
-        nvfp4_gemv,
-        nvfp4_linear,
-        nvfp4_linear_backward,
-        nvfp4_matmul,
-        nvfp4_quantize,
-        nvfp4_dequantize,
-        lightning_indexer,
-        lightning_indexer_backward,
-        indexer_dense_loss,
-        normalize_l1,
-        kv_compress,
-        kv_compress_backward,
-    )
+    name: {**vars(right_pooling), **globals()}[name] for name in OPERATORS
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import declared
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -19,33 +20,10 @@ INTEGERS: dict[str, tuple[int, ...]] = {  # and values that are out of range
     "window": (0, -1, -(2**63)),
     "topk": (-1, -(2**63), 2**62, 2**45),
 }
-REALS = ("sm_scale", "scale", "alpha", "d_loss")
-GLOBALS = ("weight_global", "global_scale")
-CHOICES = (
-    "normalize",
-    "layout",
-    "bias_kind",
-    "out_of_range",
-    "scale_layout",
-    "out_dtype",
-    "dkv_dtype",
-    "dtype",
-    "backend",
-)
-FLAGS = (
-    "deterministic",
-    "accumulate",
-    "indices_ascending",
-    "share_keys",
-    "need_dq",
-    "need_dkv",
-    "pre_scale",
-    "relu",
-    "global_is_reciprocal",
-    "overlap",
-    "need_d_window_kv",
-    "attn_with_sink",
-)
+REALS = (*declared.names("Number"), "d_loss")
+GLOBALS = tuple(set(declared.names("NumberOrTensor")) - {"d_loss"})
+CHOICES = (*declared.names("Choice"), *declared.names("PythonOnly", "dtype"), "backend")
+FLAGS = (*declared.names("Boolean"), *declared.names("PythonOnly", "bool"))
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",

@@ -13,7 +13,7 @@ _dense_loss = exporting(hopwell.indexer_dense_loss)
 
 
 def _indexer_dense_loss_fake(
-    q: Tensor, kv: Tensor, lse: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
+    q: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         q.new_empty((), dtype=torch.float32),
@@ -50,22 +50,8 @@ def indexer_dense_loss_and_gradients(
     d_k_index in float32, and d_weights), and each row's loss before its weight, float32 [s_q].
     """
     row_loss = q.new_empty(q.shape[:1], dtype=torch.float32)
-    loss, d_q_index, d_k_index, d_weights = _dense_loss(
-        *(q, kv, lse, q_index, k_index, weights, sm_scale),
-        k_start=k_start,
-        k_end=k_end,
-        q_positions=q_positions,
-        q_start=q_start,
-        kv_stride=kv_stride,
-        row_weights=row_weights,
-        relu=relu,
-        d_loss=d_loss,
-        row_loss=row_loss,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        attn_sink=attn_sink,
-        normalize=normalize,
-        backend=backend,
-    )
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    loss, d_q_index, d_k_index, d_weights = _dense_loss(**locals())
     return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
 
 

@@ -36,7 +36,7 @@ def _check(
             require_shape(name, argument, bound, s_q=s_q)
 
 
-def _indexer_scores_fake(q_index: Tensor, k_index: Tensor, weights: Tensor, indices: Tensor, *_: Any) -> Tensor:
+def _indexer_scores_fake(q_index: Tensor, indices: Tensor, **_: Any) -> Tensor:
     return q_index.new_empty(indices.shape, dtype=torch.float32)
 
 

@@ -17,17 +17,7 @@ def _out_dtype_name(dtype: str | torch.dtype | None, kv: Tensor) -> str:
     return dtype_name("kv_compress", "out_dtype", kv.dtype if dtype is None else dtype, ("bfloat16", "float32"))
 
 
-def _kv_compress_fake(
-    kv: Tensor,
-    gate: Tensor,
-    ratio: int,
-    position_bias: Tensor | None = None,
-    overlap: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_compressed: Tensor | None = None,
-    out_dtype: str | None = None,
-    backend: str | None = None,
-) -> Tensor:
+def _kv_compress_fake(kv: Tensor, ratio: int, overlap: bool, out_dtype: str | None, **_: Any) -> Tensor:
     s, w = kv.shape
     dtype = getattr(torch, _out_dtype_name(out_dtype, kv))
     return kv.new_empty((s // ratio, w // 2 if overlap else w), dtype=dtype)
@@ -45,27 +35,11 @@ def _kv_compress(
     out_dtype: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    out: Tensor = _compress(
-        *(kv, gate, ratio),
-        position_bias=position_bias,
-        overlap=overlap,
-        cu_seqlens=cu_seqlens,
-        cu_compressed=cu_compressed,
-        out_dtype=out_dtype,
-        backend=backend,
-    )
+    out: Tensor = _compress(**locals())
     return out
 
 
-def _kv_compress_backward_fake(
-    d_out: Tensor,
-    kv: Tensor,
-    gate: Tensor,
-    ratio: int,
-    position_bias: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _kv_compress_backward_fake(kv: Tensor, position_bias: Tensor | None, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     bias = kv.new_empty(0 if position_bias is None else position_bias.shape, dtype=torch.float32)
     return kv.new_empty(kv.shape), kv.new_empty(kv.shape), bias
 
@@ -83,14 +57,7 @@ def _kv_compress_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """An op cannot return None, so d_position_bias is an empty tensor without a position_bias."""
-    d_kv, d_gate, d_position_bias = _backward(
-        *(d_out, kv, gate, ratio),
-        position_bias=position_bias,
-        overlap=overlap,
-        cu_seqlens=cu_seqlens,
-        cu_compressed=cu_compressed,
-        backend=backend,
-    )
+    d_kv, d_gate, d_position_bias = _backward(**locals())
     return d_kv, d_gate, kv.new_empty(0, dtype=torch.float32) if d_position_bias is None else d_position_bias
 
 

@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 
 import hopwell
-from hopwell._arrays import check_topk
+from hopwell._arrays import check_size
 
 from ._register import Gradients, contiguous_rows, differentiable, exporting, operator, scaled
 
 _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
 
-def _lightning_indexer_fake(
-    q_index: Tensor, k_index: Tensor, weights: Tensor, topk: int, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
+def _lightning_indexer_fake(q_index: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
     if isinstance(topk, int):  # not a symbolic size
-        check_topk("lightning_indexer", topk)
+        check_size("lightning_indexer", "topk", topk)
     shape = (q_index.shape[0], topk)
     return q_index.new_empty(shape, dtype=torch.int32), q_index.new_empty(shape, dtype=torch.float32)
 
@@ -47,22 +45,11 @@ def lightning_indexer(
     indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32 [s_q, topk], −inf if the
     index is −1.
     """
-    return _indexer(
-        *(q_index, k_index, weights, topk),
-        q_positions=q_positions,
-        q_start=q_start,
-        kv_stride=kv_stride,
-        k_start=k_start,
-        k_end=k_end,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        relu=relu,
-        backend=backend,
-    )
+    return _indexer(**locals())
 
 
 def _lightning_indexer_backward_fake(
-    target: Tensor | None, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
+    q_index: Tensor, k_index: Tensor, weights: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         q_index.new_empty((), dtype=torch.float32),
@@ -97,20 +84,9 @@ def lightning_indexer_backward(
     loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes, d_k_index in float32, and each row's loss
     before its weight, float32 [s_q]; with d_scores both losses are zeros.
     """
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     row_loss = None if target is None else target.new_empty(target.shape[:1], dtype=torch.float32)
-    loss, d_q_index, d_k_index, d_weights = _backward(
-        *(target, q_index, k_index, weights, indices),
-        k_start=k_start,
-        k_end=k_end,
-        d_scores=d_scores,
-        row_weights=row_weights,
-        relu=relu,
-        d_loss=d_loss,
-        row_loss=row_loss,
-        deterministic=deterministic,
-        backend=backend,
-    )
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    loss, d_q_index, d_k_index, d_weights = _backward(**locals())
     if loss is None or row_loss is None:
         loss, row_loss = (q_index.new_zeros(shape, dtype=torch.float32) for shape in ((), q_index.shape[:1]))
     return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss

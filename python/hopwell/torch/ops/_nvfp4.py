@@ -45,9 +45,7 @@ def _as_tensor(name: str, argument: str, number: Any, like: Tensor, is_reciproca
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
-def _nvfp4_gemv_fake(
-    a: Tensor, b: Tensor, sfa: Tensor, sfb: Tensor, alpha: float = 1.0, out_dtype: str = "float16", *_: Any, **__: Any
-) -> Tensor:
+def _nvfp4_gemv_fake(a: Tensor, out_dtype: str, **_: Any) -> Tensor:
     dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
     return a.new_empty((a.shape[0], 1, a.shape[2]), dtype=getattr(torch, out_dtype))
 
@@ -64,14 +62,7 @@ def _nvfp4_gemv(
     backend: str | None = None,
     global_is_reciprocal: bool = False,
 ) -> Tensor:
-    c: Tensor = _gemv(
-        *(a, b, sfa, sfb),
-        alpha=alpha,
-        global_is_reciprocal=global_is_reciprocal,
-        out_dtype=out_dtype,
-        scale_layout=scale_layout,
-        backend=backend,
-    )
+    c: Tensor = _gemv(**locals())
     return c.contiguous()
 
 
@@ -93,7 +84,7 @@ def nvfp4_gemv(
     return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend, global_is_reciprocal)
 
 
-def _nvfp4_linear_fake(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+def _nvfp4_linear_fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
@@ -108,13 +99,7 @@ def _nvfp4_linear(
     global_is_reciprocal: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    result: Tensor = _linear(
-        *(x, weight, weight_scale, weight_global),
-        bias=bias,
-        scale_layout=scale_layout,
-        global_is_reciprocal=global_is_reciprocal,
-        backend=backend,
-    )
+    result: Tensor = _linear(**locals())
     return result
 
 
@@ -173,7 +158,7 @@ def _is_faster_dequantized(x: Tensor, weight: Tensor) -> bool:
     return len(x) > (1024 if len(weight) > 2048 else 256)
 
 
-def _nvfp4_linear_backward_fake(d_out: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+def _nvfp4_linear_backward_fake(d_out: Tensor, weight: Tensor, **_: Any) -> Tensor:
     return d_out.new_empty((d_out.shape[0], weight.shape[1] * 2))
 
 
@@ -187,12 +172,7 @@ def _nvfp4_linear_backward(
     global_is_reciprocal: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    d_x: Tensor = _linear_backward(
-        *(d_out, weight, weight_scale, weight_global),
-        scale_layout=scale_layout,
-        global_is_reciprocal=global_is_reciprocal,
-        backend=backend,
-    )
+    d_x: Tensor = _linear_backward(**locals())
     return d_x
 
 
@@ -238,17 +218,7 @@ for _name in ("nvfp4_linear", "nvfp4_linear_any_rows"):
     differentiable(_name, _linear_gradients, _save_linear)
 
 
-def _nvfp4_matmul_fake(
-    a: Tensor,
-    b: Tensor,
-    sfa: Tensor,
-    sfb: Tensor,
-    alpha: float = 1.0,
-    bias: Tensor | None = None,
-    out_dtype: str = "bfloat16",
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+def _nvfp4_matmul_fake(a: Tensor, b: Tensor, out_dtype: str, **_: Any) -> Tensor:
     dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
     return a.new_empty((a.shape[0], b.shape[0]), dtype=getattr(torch, out_dtype))
 
@@ -266,15 +236,7 @@ def _nvfp4_matmul(
     backend: str | None = None,
     global_is_reciprocal: bool = False,
 ) -> Tensor:
-    c: Tensor = _matmul(
-        *(a, b, sfa, sfb),
-        alpha=alpha,
-        global_is_reciprocal=global_is_reciprocal,
-        bias=bias,
-        out_dtype=out_dtype,
-        scale_layout=scale_layout,
-        backend=backend,
-    )
+    c: Tensor = _matmul(**locals())
     return c
 
 
@@ -297,7 +259,7 @@ def nvfp4_matmul(
     return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend, global_is_reciprocal)
 
 
-def _nvfp4_quantize_fake(x: Tensor, scale_layout: str = "plain", *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _nvfp4_quantize_fake(x: Tensor, scale_layout: str, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     codes = x.new_empty((rows, k // 2), dtype=torch.uint8)
     scales = x.new_empty(scale_shape(rows, k, scale_layout), dtype=torch.uint8)
@@ -311,7 +273,7 @@ def _nvfp4_quantize(
     global_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, used = _quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
+    codes, scales, used = _quantize(**locals())
     if global_scale is not None:
         used = global_scale.clone().reshape(())  # an op's output must not be its input
     return codes, scales, used
@@ -333,15 +295,7 @@ def nvfp4_quantize(
     return _nvfp4_quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
 
 
-def _nvfp4_dequantize_fake(
-    codes: Tensor,
-    scales: Tensor,
-    global_scale: Tensor,
-    scale_layout: str = "plain",
-    dtype: str = "float32",
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+def _nvfp4_dequantize_fake(codes: Tensor, dtype: str, **_: Any) -> Tensor:
     dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=getattr(torch, dtype))
 
@@ -356,13 +310,7 @@ def _nvfp4_dequantize(
     backend: str | None = None,
     global_is_reciprocal: bool = False,
 ) -> Tensor:
-    result: Tensor = _dequantize(
-        *(codes, scales, global_scale),
-        global_is_reciprocal=global_is_reciprocal,
-        scale_layout=scale_layout,
-        dtype=dtype,
-        backend=backend,
-    )
+    result: Tensor = _dequantize(**locals())
     return result
 
 

@@ -12,7 +12,7 @@ from ._register import exporting, no_gradient, operator
 _attention = exporting(hopwell.paged_attention)
 
 
-def _paged_attention_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _paged_attention_fake(q: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -43,20 +43,7 @@ def paged_attention(
     query tokens included; the other arguments as in `hopwell.paged_attention`. Returns out like q, and lse float32 with
     q's shape without the last dimension. It has no gradients.
     """
-    return _attention(
-        *(q, k_cache, v_cache, block_tables, context_lens, scale),
-        layout=layout,
-        pos_bias_u=pos_bias_u,
-        bias=bias,
-        bias_kind=bias_kind,
-        out_of_range=out_of_range,
-        pre_scale=pre_scale,
-        pos_bias_v=pos_bias_v,
-        r=r,
-        alibi_slopes=alibi_slopes,
-        window=window,
-        backend=backend,
-    )
+    return _attention(**locals())
 
 
 no_gradient("paged_attention")

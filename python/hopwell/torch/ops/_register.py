@@ -67,14 +67,16 @@ def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[t
 
 
 def _on_one_device(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel that takes tensors of one device only. PyTorch calls a fake kernel if any tensor of a call is on
-    meta. If the others are not, the caller would get a result that no kernel writes.
+    """A fake kernel that takes tensors of one device only, and all arguments by name. PyTorch calls a fake kernel if
+    any tensor of a call is on meta. If the others are not, the caller would get a result that no kernel writes.
     """
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        require_one_device(op._opname, **dict(_named(op, args, kwargs)))
-        return fake(*args, **kwargs)
+        given = dict(_named(op, args, kwargs))
+        require_one_device(op._opname, **given)
+        return fake(**defaults | given)
 
     return checked
 

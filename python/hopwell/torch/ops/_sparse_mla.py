@@ -15,9 +15,7 @@ _forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.s
 _distribution, _normalize = exporting(hopwell.attention_distribution), exporting(hopwell.normalize_l1)
 
 
-def _sparse_mla_forward_fake(
-    q: Tensor, kv: Tensor, indices: Tensor | None, sm_scale: float, d_v: int = 512, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_mla_forward_fake(q: Tensor, d_v: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     s_q, h_q, d_qk = q.shape
     if isinstance(d_v, int) and isinstance(d_qk, int) and not 1 <= d_v <= d_qk:
         raise ValueError(f"sparse_mla_forward: d_v must be between 1 and d_qk = {d_qk}; got {d_v}")
@@ -50,22 +48,8 @@ def sparse_mla_forward(
     """The op behind `sparse_mla`. All arguments are positional, because custom ops require it of tensors. Only the
     backward uses indices_ascending.
     """
-    return _forward(
-        *(q, kv, indices, sm_scale, d_v),
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        q_positions=q_positions,
-        q_start=q_start,
-        kv_stride=kv_stride,
-        k_start=k_start,
-        k_end=k_end,
-        share_keys=share_keys,
-        window_kv=window_kv,
-        window=window,
-        w_start=w_start,
-        w_end=w_end,
-        backend=backend,
-    )
+    del indices_ascending
+    return _forward(**locals())
 
 
 def _dkv_dtype_name(dtype: str | torch.dtype) -> str:
@@ -78,33 +62,15 @@ def _dkv_dtype(name: str) -> torch.dtype:
 
 
 def _sparse_mla_backward_fake(
-    d_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    deterministic: bool = False,
-    dkv_dtype: str = "float32",
-    need_dq: bool = True,
-    need_dkv: bool = True,
-    indices_ascending: bool = False,
-    share_keys: bool = False,
-    window_kv: Tensor | None = None,
-    window: int | None = None,
-    w_start: Tensor | None = None,
-    w_end: Tensor | None = None,
-    need_d_window_kv: bool = True,
-    backend: str | None = None,
+    attn_sink: Tensor | None,
+    dkv_dtype: str,
+    need_dq: bool,
+    need_dkv: bool,
+    window_kv: Tensor | None,
+    need_d_window_kv: bool,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq = q.new_empty(q.shape if need_dq else (0,))
     dkv = kv.new_empty(kv.shape if need_dkv else (0,), dtype=_dkv_dtype(dkv_dtype))
@@ -144,28 +110,8 @@ def _sparse_mla_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None, so a gradient that was not requested is an empty tensor here."""
-    gradients = _backward(
-        *(d_out, q, kv, indices, out, lse, sm_scale, d_v),
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        q_positions=q_positions,
-        q_start=q_start,
-        kv_stride=kv_stride,
-        k_start=k_start,
-        k_end=k_end,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        dkv_dtype=dkv_dtype,
-        need_dq=need_dq,
-        need_dkv=need_dkv,
-        indices_ascending=indices_ascending,
-        share_keys=share_keys,
-        window_kv=window_kv,
-        window=window,
-        w_start=w_start,
-        w_end=w_end,
-        need_d_window_kv=need_d_window_kv,
-        backend=backend,
-    )
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    gradients = _backward(**locals())
     of_keys = _dkv_dtype(dkv_dtype)
     dq, dkv, d_sink, d_window_kv = (
         q.new_empty(0, dtype=dtype) if g is None else g
@@ -332,7 +278,7 @@ def sparse_mla(
     )  # fmt: skip
 
 
-def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor | None, *_: Any, **__: Any) -> Tensor:
+def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor | None, **_: Any) -> Tensor:
     topk = kv.shape[0] if indices is None else indices.shape[-1]
     return q.new_empty((q.shape[0], topk), dtype=torch.float32)
 
@@ -362,19 +308,7 @@ def attention_distribution(
     attn_sink, float32 [h_q]: log(exp(lse) + exp(attn_sink)) is in lse's place. normalize "l1" divides each row by its
     sum (rows of zeros stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
     """
-    result: Tensor = _distribution(
-        *(q, kv, indices, lse, sm_scale),
-        topk_length=topk_length,
-        q_positions=q_positions,
-        q_start=q_start,
-        kv_stride=kv_stride,
-        k_start=k_start,
-        k_end=k_end,
-        normalize=normalize,
-        indices_ascending=indices_ascending,
-        attn_sink=attn_sink,
-        backend=backend,
-    )
+    result: Tensor = _distribution(**locals())
     return result
 
 
