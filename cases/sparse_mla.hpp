@@ -94,7 +94,7 @@ struct SparseMlaInputs {
   Array *window_kv = nullptr, *w_start = nullptr, *w_end = nullptr;
   [[nodiscard]] SelectionArgs selection() const;
   [[nodiscard]] std::optional<std::int64_t> window() const;
-  [[nodiscard]] std::vector<double> keys() const;  // rows of kv, then those of window_kv
+  [[nodiscard]] std::vector<double> keys() const;  // rows of kv, then rows of window_kv
 };
 // k_start and k_end [s_q], with a stride of `stride` elements: eight queries with special ranges, then three documents,
 // in which a query sees the keys up to its own.

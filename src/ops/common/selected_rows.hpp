@@ -23,7 +23,7 @@ void store_heads(const float* rows, std::int64_t row_stride, const View& x, std:
 
 // The rows of the valid entries of a query's tiles, gathered and converted to fp32. Invalid entries cost nothing, and the
 // rows that they name are never read. The entries of a query are the window keys that it sees, if there is a window, and
-// then those of its index row. Tiles are counted from the query's own first entry.
+// then the entries of its index row. Tiles are counted from the query's own first entry.
 class SelectedRows {
  public:
   // Allocates space for `tiles` tiles, which together have at most kTileEntries entries.

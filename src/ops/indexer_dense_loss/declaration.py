@@ -52,7 +52,7 @@ indexer_dense_loss = Operator(
         replace(ATTN_SINK, doc="With it lse' = log(exp(lse) + exp(attn_sink)) is in the place of lse."),
         Choice(
             "normalize",
-            "What the target's rows are divided by.",
+            "Divisor of the target's rows.",
             enum=Enum(
                 "normalize_target",
                 "HOPWELL_NORMALIZE_TARGET",

@@ -137,7 +137,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
     of_keys = [name for name in ("dkv", "d_window_kv") if name in a and a.get("accumulate")]
     before = {name: a[name].astype(np.float64) for name in of_keys}
     given = {name: value for name, value in a.items() if name not in ("dq", "dkv", "d_window_kv", "attn")}
-    # The sums of what is accumulated are in float64.
+    # Accumulated in float64.
     dq, dkv, d_sink, *of_window = reference.sparse_mla_backward(**given | {"accumulate": False}, attn=attn)
     d_window_kv = of_window[0] if of_window else None
     dkv, d_window_kv = (
