@@ -92,8 +92,8 @@ def test_wrong_number_of_dimensions(operator: str, name: str) -> None:
 
 # Dimensions that may have any size, whatever the other arguments.
 FREE = {
-    "sparse_mla_forward": {("kv", 0), ("indices", 2)},
-    "sparse_mla_backward": {("kv", 0), ("indices", 2)},
+    "sparse_mla_forward": {("kv", 0), ("indices", 2), ("window_kv", 0)},
+    "sparse_mla_backward": {("kv", 0), ("indices", 2), ("window_kv", 0)},
     "attention_distribution": {("kv", 0), ("indices", 2)},
     "paged_attention": {("q", 1), ("r", 1), ("block_tables", 1)},
     "nvfp4_linear": {("x", 0)},
@@ -182,6 +182,47 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("sparse_mla_forward", {"indices": None}, "topk_length needs indices; without them every visible key counts"),
         ("sparse_mla_backward", {"indices": None}, "topk_length needs indices; without them every visible key counts"),
         ("attention_distribution", {"indices": None}, "topk_length needs indices; without them every visible"),
+        *(
+            (operator, changes, message)
+            for operator in ("sparse_mla_forward", "sparse_mla_backward")
+            for changes, message in (
+                ({"window": None}, "window_kv and window are given together"),
+                ({"window_kv": None}, "window_kv and window are given together"),
+                ({"window": 0}, "window must be at least 1; got 0"),
+                ({"window_kv": np.zeros((17, 1, 41), np.float32)}, "window_kv must be float32 [s_w, 1, d_qk=40]; got"),
+                ({"window_kv": np.zeros((17, 1, 40))}, "window_kv must be float32 [s_w, 1, d_qk=40]; got float64"),
+                ({"w_start": None}, "w_start and w_end are given together"),
+                ({"w_end": None}, "w_start and w_end are given together"),
+                ({"w_start": np.zeros(4, np.int32)}, "w_start must be int32 [s_q=5]; got int32 [4]"),
+                ({"w_end": np.zeros(5, np.int64)}, "w_end must be int32 [s_q=5]; got int64 [5]"),
+                ({"window_kv": None, "window": None}, "w_start and w_end need window_kv"),
+            )
+        ),
+        ("sparse_mla_backward", {"d_window_kv": np.zeros((17, 40), np.float32)}, "d_window_kv must be float32"),
+        (
+            "sparse_mla_backward",
+            {"d_window_kv": np.zeros((17, 1, 40), np.float32), "dkv_dtype": "bfloat16"},
+            "d_window_kv must be bfloat16, as dkv_dtype says; got float32",
+        ),
+        (
+            "sparse_mla_backward",
+            {"d_window_kv": np.zeros((17, 1, 40), np.float32), "need_d_window_kv": False},
+            "d_window_kv must be None where it is not needed",
+        ),
+        (
+            "sparse_mla_backward",
+            {"dkv": np.zeros((90, 1, 40), np.float32), "accumulate": True},
+            "d_window_kv must be given to accumulate into; got None",
+        ),
+        ("sparse_mla_backward", {"attn_with_sink": True}, "attn_with_sink needs attn and attn_sink"),
+        (
+            "sparse_mla_backward",
+            {"attn_with_sink": True, "attn": np.zeros((5, 33), np.float32), "attn_sink": None},
+            "attn_with_sink needs attn and attn_sink",
+        ),
+        ("attention_distribution", {"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
+        ("indexer_dense_loss", {"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
+        ("indexer_dense_loss", {"normalize": "none"}, "normalize must be 'heads' or 'l1'; got 'none'"),
         ("sparse_mla_forward", {"backend": "gpu"}, "backend must be one of sm100, "),
         ("sparse_mla_forward", {"backend": 3}, "backend must be a name from hopwell.backends"),
         ("sparse_mla_backward", {"accumulate": True}, "dkv must be given to accumulate into; got None"),
