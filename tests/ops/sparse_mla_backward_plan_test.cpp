@@ -454,7 +454,7 @@ TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
             "needs topk and the row stride of kv below 2^31");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = -(std::int64_t{1} << 31); }),
             "needs topk and the row stride of kv below 2^31");
-  EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 40, p.s_kv = 1; }), "");  // nobody steps
+  EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 40, p.s_kv = p.kv.shape[0] = 1; }), "");
   EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }), "needs s_q times blocks of 32 heads below 2^31");
 }
 

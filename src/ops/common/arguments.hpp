@@ -101,15 +101,18 @@ struct WindowKeys {
 template <class Args>
 WindowKeys check_window(Checker& check, const Args& args, DType dtype) {
   const bool flat = args.window_kv != nullptr && args.window_kv->ndim == 2;
-  View kv =
-      check.optional_input("window_kv", args.window_kv, {dtype}, flat ? Shape{"s_w", "d_qk"} : Shape{"s_w", 1, "d_qk"});
+  View kv = check.optional_input("window_kv", args.window_kv, {dtype},
+                                 flat ? Shape{"s_w", "d_qk"} : Shape{"s_w", "h_kv", "d_qk"});
   check.rule(bool(kv) == args.window.has_value(), "window_kv and window are given together");
   const View start = check.optional_input("w_start", args.w_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
   const View end = check.optional_input("w_end", args.w_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
   check.rule(bool(start) == bool(end), "w_start and w_end are given together");
   check.rule(kv || !start, "w_start and w_end need window_kv");
   if (!kv) return {};
-  if (!flat) kv = kv.squeezed(1);
+  if (!flat) {
+    check.require(check["h_kv"] == 1, "window_kv", "[s_w, h_kv=1, d_qk]", "h_kv = " + std::to_string(check["h_kv"]));
+    kv = kv.squeezed(1);
+  }
   check.require(*args.window >= 1, "window", "at least 1", *args.window);
   check.require(check["s_w"] <= INT32_MAX - check["s_kv"], "window_kv", "of at most 2^31 - 1 rows together with kv's",
                 check["s_w"]);

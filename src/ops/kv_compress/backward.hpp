@@ -180,13 +180,13 @@ HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int64_t first, 
     const Window next = window_of(row + o.shape.rows());
     Entries<T, F>::copy(o, next, thread, 0, s.stages[(step + 1) % 2]);
     const bool any = window.made && thread.column < o.d;
-    float d_out[kColumns];
-    if (any) load_d_out(p, row, thread, d_out);  // arrives while the thread waits for its entries
     arch::cp_async_wait<1>();
     Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2], bias);
     Pool pool;
     pool.add(entries);
     const Pool own = pool;
+    float d_out[kColumns];
+    if (any) load_d_out(p, row, thread, d_out);  // arrives while the groups combine their results
     complete(o, pool, s.partials);
     if (any) {
       weigh_d_out(pool, own.max, d_out);

@@ -276,10 +276,12 @@ struct Partials {
     // If groups are paired, each of the two threads with the same columns reads half of the results.
     const int count = paired ? groups / 4 : groups;
     const int from = (arch::thread_index() & (threads - 1)) + (paired && lane >= threads ? count * threads : 0);
-    if (paired) join(pool.max, Larger{});
-    if (!paired || lane < threads) put(pool.max, max[at]);
-    arch::syncthreads();
     float most[kColumns];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) most[i] = pool.max[i];
+    if (paired) join(most, Larger{});
+    if (!paired || lane < threads) put(most, max[at]);
+    arch::syncthreads();
     fill(most, -INFINITY);
     for (int i = 0; i < count; ++i) add(max[from + i * threads], most, Larger{});
     if (paired) join(most, Larger{});

@@ -104,9 +104,14 @@ struct alignas(8) Pack {
   bf16 x[Config::kColumns];
 };
 
+HOPWELL_DEVICE bf16 load_element(const Params& p, int64_t row, int c) {
+  return c < p.kv_columns ? p.kv[row * p.kv_stride + c] : p.k_rope[row * p.k_rope_stride + c - p.kv_columns];
+}
 HOPWELL_DEVICE float load_column(const Params& p, int64_t row, int c) {
-  return arch::to_float(c < p.kv_columns ? p.kv[row * p.kv_stride + c]
-                                         : p.k_rope[row * p.k_rope_stride + c - p.kv_columns]);
+  return arch::to_float(load_element(p, row, c));
+}
+HOPWELL_DEVICE bool is_rotated(const Params& p, int c) {
+  return p.cos_sin != nullptr && c >= p.rope_first && c < p.rope_first + p.rope_columns;
 }
 HOPWELL_DEVICE Columns load_columns(const Params& p, int64_t row, int c) {
   Columns columns;
@@ -185,10 +190,13 @@ HOPWELL_DEVICE void store_row(const Params& p, int64_t row, int slot) {
   uint8_t* const data = p.cache.row(slot, f.data_pitch);
   const int lane = arch::lane_index();
   for (int c = lane * Config::kColumns; c < f.plain; c += 32 * Config::kColumns) {
-    const Columns columns = columns_of(p, row, f.codes + c);
     Pack pack;
     HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) pack.x[i] = arch::to_bf16(columns.x[i]);
+    for (int i = 0; i < Config::kColumns; ++i) {
+      const int column = f.codes + c + i;
+      pack.x[i] = load_element(p, row, column);  // keeps the bits of a NaN
+      if (is_rotated(p, column)) pack.x[i] = arch::to_bf16(rotated(p, row, column, arch::to_float(pack.x[i])));
+    }
     arch::store_vector(data + f.plain_at + 2 * c, pack);
   }
   for (int byte = 4 * lane; byte < f.reserved; byte += 4 * 32)

@@ -11,7 +11,8 @@ constexpr const char* kName = "sparse_mla_backward";
 View check_gradient(Checker& check, const char* name, const DLTensor* gradient, const DLTensor* keys, const char* rows,
                     const DTypes& dtypes) {
   const bool flat = keys == nullptr || keys->ndim == 2;
-  const View view = check.optional_output(name, gradient, dtypes, flat ? Shape{rows, "d_qk"} : Shape{rows, 1, "d_qk"});
+  const View view =
+      check.optional_output(name, gradient, dtypes, flat ? Shape{rows, "d_qk"} : Shape{rows, "h_kv", "d_qk"});
   return view && !flat ? view.squeezed(1) : view;
 }
 
