@@ -78,7 +78,7 @@ def sparse_mla_backward(rng: Rng, dtype: str) -> Call:
         "lse": lse.astype(np.float32),
     }
     # The given lse is rounded to fp32, which moves p by as much: not a matter of the operator.
-    return Call("sparse_mla_backward", arguments, (_bound(dtype),) * 4, ("dq", "dkv", "d_window_kv"))
+    return Call("sparse_mla_backward", arguments, (_bound(dtype),) * 4, ("dq", "dkv"))
 
 
 def attention_distribution(rng: Rng, dtype: str) -> Call:

@@ -232,22 +232,33 @@ def test_a_kv_head_of_any_stride(dtype: str, rng: np.random.Generator) -> None:
 
 def test_backward_options(rng: np.random.Generator) -> None:
     call = MAKERS["sparse_mla_backward"](rng, "float32")
-    _, dkv, d_sink = run(call)
-    assert [x is None for x in run(call, need_dq=False)] == [True, False, False]
-    assert [x is None for x in run(call, need_dkv=False)] == [False, True, False]
+    _, dkv, d_sink, d_window_kv = run(call)
+    assert [x is None for x in run(call, need_dq=False)] == [True, False, False, False]
+    assert [x is None for x in run(call, need_dkv=False)] == [False, True, False, False]
+    assert [x is None for x in run(call, need_d_window_kv=False)] == [False, False, False, True]
+    without = dict.fromkeys(("window_kv", "window", "w_start", "w_end"))
+    assert len(run(call, **without)) == 3
     assert run(call, attn_sink=None)[2] is None
     np.testing.assert_allclose(run(call, deterministic=True)[2], d_sink, rtol=1e-5)
-    total = np.ones_like(dkv)
-    assert run(call, dkv=total, accumulate=True)[1] is total
+    total, of_window = np.ones_like(dkv), np.ones_like(d_window_kv)
+    written = run(call, dkv=total, d_window_kv=of_window, accumulate=True)
+    assert written[1] is total and written[3] is of_window
     np.testing.assert_allclose(total, dkv + 1, rtol=1e-5, atol=1e-5)
-    half = run(call, dkv_dtype="bfloat16")[1]
-    assert half.dtype == ml_dtypes.bfloat16
-    np.testing.assert_allclose(half.astype(np.float32), dkv, rtol=2**-7, atol=1e-6)
+    np.testing.assert_allclose(of_window, d_window_kv + 1, rtol=1e-5, atol=1e-5)
+    alone = np.ones_like(d_window_kv)
+    run(call, d_window_kv=alone, need_dkv=False, accumulate=True)
+    np.testing.assert_array_equal(alone, of_window)
+    for half, exact in zip(run(call, dkv_dtype="bfloat16")[1::2], (dkv, d_window_kv), strict=True):
+        assert half.dtype == ml_dtypes.bfloat16
+        np.testing.assert_allclose(half.astype(np.float32), exact, rtol=2**-7, atol=1e-6)
     attn = np.zeros(call.arguments["indices"][:, 0].shape, np.float32)
     run(call, attn=attn)
     names = ("q", "kv", "indices", "lse", "sm_scale", "topk_length", "q_positions", "kv_stride", "k_start", "k_end")
     distribution = reference.attention_distribution(**{name: call.arguments[name] for name in names})
     np.testing.assert_allclose(attn, distribution, rtol=1e-4, atol=1e-6)
+    run(call, attn=attn, attn_with_sink=True)
+    given = {name: call.arguments[name] for name in (*names, "attn_sink")}
+    np.testing.assert_allclose(attn, reference.attention_distribution(**given), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, np.float16, np.dtype(np.float16)])

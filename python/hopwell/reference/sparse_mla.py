@@ -246,16 +246,16 @@ def sparse_mla_backward(
     accumulate: bool = False,
     indices_ascending: bool = False,
     share_keys: bool = False,
-    need_dq: bool = True,
-    need_dkv: bool = True,
-    attn: Array | None = None,
     window_kv: Tensor | None = None,
     window: int | None = None,
     w_start: Tensor | None = None,
     w_end: Tensor | None = None,
-    d_window_kv: Array | None = None,
-    need_d_window_kv: bool = True,
     attn_with_sink: bool = False,
+    need_dq: bool = True,
+    need_dkv: bool = True,
+    need_d_window_kv: bool = True,
+    d_window_kv: Array | None = None,
+    attn: Array | None = None,
 ) -> tuple[Array | Float64 | None, ...]:
     """Gradients of `sparse_mla_forward`, from its inputs, its `out` and `lse`, and d_out [s_q, h_q, d_v].
 

@@ -10,8 +10,8 @@ attention_distribution = Operator(
         out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])   0 where the entry is invalid, and for rows without a valid entry
     """,
     notes="""
-        `sparse_mla_forward` defines the score. V is not read. Where lse is of a call with window keys, a head that spends
-        its attention on the window counts less; with attn_sink also one that spends it on the sink.
+        `sparse_mla_forward` defines the score. V is not read. If lse is of a call with window keys, a head that
+        spends its attention on the window counts less; with attn_sink also a head that spends it on the sink.
     """,
     arguments=(
         Q,

@@ -31,9 +31,9 @@ indexer_dense_loss = Operator(
     """,
     notes="""
         `lightning_indexer_backward` defines the gradients. Nothing of size s_q x s_kv is stored: queries are
-        taken in passes, whose scores and targets the workspace holds (256 MiB on a GPU). A query that sees no key
-        adds neither loss nor gradient, and so does one whose target is all zero. Deterministic sums on a GPU have room for targets up to 256: where one is
-        larger, d_k_index of the key is NaN.
+        taken in passes, whose scores and targets the workspace holds (256 MiB on a GPU). A query that sees no key, or
+        whose target is all zero, adds neither loss nor gradient. Deterministic sums on a GPU have room for targets up
+        to 256: where one is larger, d_k_index of the key is NaN.
     """,
     arguments=(
         Q,
