@@ -24,11 +24,13 @@ struct Refusals {
   "window_hca_documents window_hca_h_q_128 window_hot_row window_large_scores_h_q_64 window_many_queries_fp32 "     \
   "window_nan_seen window_nan_seen_h_q_64 window_no_queries window_no_rows window_strided window_tiles_dense_fp32 " \
   "window_tiles_fp32"
-#define MORE_WINDOW_CASES                                                                                          \
-  "window_accumulate window_accumulate_h_q_64 window_attn_with_sink window_attn_with_sink_h_q_64 window_dkv_bf16 " \
-  "window_dkv_bf16_h_q_64 window_not_deterministic_h_q_128 window_not_deterministic_h_q_64 window_only_attn "      \
-  "window_only_attn_h_q_64 window_only_attn_with_sink window_only_attn_with_sink_h_q_64 window_only_d_window_kv "  \
-  "window_only_d_window_kv_h_q_64 window_only_dkv window_only_dkv_h_q_64 window_only_dq window_only_dq_h_q_64"
+#define MORE_WINDOW_CASES                                                                           \
+  "window_accumulate window_accumulate_h_q_64 window_attn_with_sink window_attn_with_sink_h_q_128 " \
+  "window_attn_with_sink_h_q_64 window_d_qk_576_h_q_128 window_dense_h_q_128 window_dkv_bf16 "      \
+  "window_dkv_bf16_h_q_64 window_not_deterministic_h_q_128 window_not_deterministic_h_q_64 "        \
+  "window_only_attn window_only_attn_h_q_64 window_only_attn_with_sink "                            \
+  "window_only_attn_with_sink_h_q_64 window_only_d_window_kv window_only_d_window_kv_h_q_64 "       \
+  "window_only_dkv window_only_dkv_h_q_64 window_only_dq window_only_dq_h_q_64"
 
 // Unsupported cases on the emulator, by operator and target, in alphabetical order.
 const std::vector<Refusals>& all_refusals() {

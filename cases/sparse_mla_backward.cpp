@@ -355,13 +355,22 @@ Suite sparse_mla_backward() {
   add("window_not_deterministic_h_q_64", window, {.deterministic = false});
   window.h_q = 128;
   add("window_not_deterministic_h_q_128", window, {.deterministic = false});
+  add("window_attn_with_sink_h_q_128", window, {.attn_with_sink = true, .deterministic = false});
+  SparseMla dense_window = window;
+  dense_window.indices = SparseMla::Indices::kAbsent, dense_window.topk = dense_window.s_kv = 150;
+  add("window_dense_h_q_128", dense_window, {.deterministic = false});
+  window.d_qk = 576;
+  add("window_d_qk_576_h_q_128", window, {.deterministic = false});
   for (const auto& [name, problem] : sparse_mla_group_problems())
     choose_backends_of_groups(
         add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true}), problem);
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, {.deterministic = false}).device_only = true;
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
-    for (auto& [name, settings] : *shapes) settings["deterministic"] = settings["attn"] = settings["share_keys"] = "0";
+    for (auto& [name, settings] : *shapes) {
+      settings["deterministic"] = settings["attn"] = settings["share_keys"] = "0";
+      settings.merge(sparse_mla_window_settings());
+    }
   suite.bench = [](const Settings& settings, Random& random) {
     const SparseMla problem = sparse_mla_from(settings);
     return make(random, problem,

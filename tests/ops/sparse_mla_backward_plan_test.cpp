@@ -38,6 +38,7 @@ Problem problem_of(std::int64_t s_q, std::int64_t h_q, std::int64_t s_kv, std::i
 
 // Every head of every query meets every entry of its row once.
 void expect_all_work_once(const Problem& p, const Plan& plan) {
+  const auto entries = static_cast<int>(p.topk + p.window.most_keys());
   std::map<std::pair<int, int>, std::vector<std::pair<int, int>>> ranges;  // of entries, by query and 64 heads
   for (const MainPass& pass : {plan.pairs, plan.singles}) {
     int first_slice = 0;
@@ -46,9 +47,9 @@ void expect_all_work_once(const Problem& p, const Plan& plan) {
       ASSERT_TRUE(work.query >= 0 && work.query < p.s_q);
       ASSERT_TRUE(work.first_head >= 0 && work.first_head < p.h_q);
       ASSERT_EQ(work.slice, cluster < pass.whole_tiles ? -1 : first_slice++);
-      const int end = work.slice < 0 ? static_cast<int>(p.topk) : work.first_entry + pass.slice_entries;
+      const int end = work.slice < 0 ? entries : work.first_entry + pass.slice_entries;
       for (int head = work.first_head; head < work.first_head + pass.heads; head += 64)
-        ranges[{work.query, head}].emplace_back(work.first_entry, std::min(end, static_cast<int>(p.topk)));
+        ranges[{work.query, head}].emplace_back(work.first_entry, std::min(end, entries));
     }
   }
   for (int query = 0; query < p.s_q; ++query) {
@@ -61,7 +62,7 @@ void expect_all_work_once(const Problem& p, const Plan& plan) {
         ASSERT_EQ(first, covered) << query << ' ' << head;
         covered = end;
       }
-      ASSERT_EQ(covered, p.topk) << query << ' ' << head;
+      ASSERT_EQ(covered, entries) << query << ' ' << head;
     }
   }
 }
@@ -149,6 +150,51 @@ TEST(SparseMlaBackwardPlan, WhereDkvIsSummed) {
   EXPECT_EQ(sums([](Problem& p) { p.dkv.data = static_cast<char*>(p.dkv.data) + 4; }), DkvSums::scratch);
   EXPECT_EQ(sums([](Problem& p) { p.deterministic = true; }), DkvSums::fixed_point);
   EXPECT_EQ(sums([](Problem& p) { p.deterministic = true, p.topk = 0; }), DkvSums::output);
+}
+
+Problem with_window(std::int64_t s_q) {
+  Problem p = problem_of(s_q, 64, 2048, 512, 132);
+  p.window = {.size = 128, .s_q = s_q, .s_w = s_q + 127};
+  p.window_kv = view(DType::kBFloat16, {s_q + 127, 576});
+  p.d_window_kv = view(DType::kFloat32, {s_q + 127, 576});
+  return p;
+}
+
+TEST(SparseMlaBackwardPlan, WindowKeysAreEntriesAndRowsOfTheSums) {
+  Problem p = with_window(133);
+  const std::int64_t rows = 2048 + 133 + 127;
+  const Plan plan = make_plan(p, kHopper);
+  EXPECT_EQ(plan.sums, DkvSums::scratch);
+  EXPECT_GT(plan.singles.slices, 1);
+  expect_all_work_once(p, plan);
+  EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(4 * rows * 576 + 4 * 64 * 576 * plan.singles.slices));
+  EXPECT_FALSE(unsupported(p, plan));
+  p.window_kv.stride[0] = std::int64_t{1} << 40;
+  EXPECT_EQ(unsupported(p, plan)->reason, "needs the row stride of window_kv below 2^31");
+  p.window_kv.stride[0] = 577;
+  EXPECT_EQ(unsupported(p, plan)->reason, "needs rows of window_kv 16-byte aligned");
+  p.dkv = {};
+  EXPECT_EQ(make_plan(p, kHopper).sums, DkvSums::scratch);
+  p.d_window_kv = {};
+  EXPECT_EQ(make_plan(p, kHopper).sums, DkvSums::none);
+}
+
+TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution) {
+  Problem p = with_window(4096);
+  p.deterministic = true;
+  const Plan plan = make_plan(p, kHopper);
+  EXPECT_EQ(plan.sums, DkvSums::fixed_point);
+  EXPECT_TRUE(plan.distribution && plan.window_distribution);
+  // The index rows and attn of the window keys take no memory: the sums will be there.
+  const std::size_t sums = plan.workspace.dkv, end = sums + 4UL * (2048 + 4096 + 127) * 576;
+  EXPECT_GE(plan.workspace.window_rows, sums);
+  EXPECT_GE(plan.workspace.window_attn, plan.workspace.window_rows + 4UL * 4096 * 128);
+  EXPECT_LE(plan.workspace.window_attn + 4UL * 4096 * 128, end);
+  EXPECT_GE(plan.workspace.scale, end);
+  p.topk = 0;
+  const Plan alone = make_plan(p, kHopper);
+  EXPECT_EQ(alone.sums, DkvSums::fixed_point);
+  EXPECT_TRUE(!alone.distribution && alone.window_distribution && !alone.orders_rows);
 }
 
 TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {

@@ -252,11 +252,12 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
                                                                      : p.d_qk / 4;
   if (rows_of_sums(p) * row_units >= kLimit)
     return Unsupported{"needs dkv with fewer than 2^33 elements, 2^32 if deterministic"};
-  const auto far = [](const View& rows) {
-    return rows && rows.shape[0] > 1 && (rows.stride[0] >= kLimit || rows.stride[0] <= -kLimit);
+  const auto far = [](const View& view, std::int64_t rows) {
+    return rows > 1 && (view.stride[0] >= kLimit || view.stride[0] <= -kLimit);
   };
-  if (far(p.kv) || most_entries(p) >= kLimit - 64) return Unsupported{"needs topk and the row stride of kv below 2^31"};
-  if (far(p.window_kv)) return Unsupported{"needs the row stride of window_kv below 2^31"};
+  if (far(p.kv, p.s_kv) || most_entries(p) >= kLimit - 64)
+    return Unsupported{"needs topk and the row stride of kv below 2^31"};
+  if (far(p.window_kv, p.window.s_w)) return Unsupported{"needs the row stride of window_kv below 2^31"};
   if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Unsupported{"needs s_q times blocks of 32 heads below 2^31"};
   return {};
 }

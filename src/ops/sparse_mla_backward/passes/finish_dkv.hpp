@@ -12,7 +12,7 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// For one of the outputs: s_kv and dkv are d_window_kv's, too.
+// Of dkv, or in the same members of d_window_kv.
 struct FinishParams {
   const float* sums;  // [s_kv, d_qk], columns at sum_position
   float* dkv;         // [s_kv, d_qk], or null

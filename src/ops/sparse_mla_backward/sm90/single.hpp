@@ -25,6 +25,9 @@
 // last key, because a conditional addition is a branch. In fixed point nothing is added for them and P is not cleared;
 // the exponent is clamped, so that its product with the scale, 0, is 0. Padding heads have Q = dO = 0 and lse = +inf.
 //
+// P: WindowParams for queries with window keys, which precede the selected keys in a query's list of entries
+// (tile/gpu/window.hpp). Their rows are gathered and their gradients added as those of the selected keys.
+//
 // kMerged: the tile is a group of adjacent queries with few heads, the keys are the union of their keys
 // (tile/gpu/merge_rows.hpp), and P is 0 where a query lacks the key.
 #pragma once
@@ -382,8 +385,7 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
 
 #endif
 
-// kHeadSteps: number of 16-head blocks, if h_q may be less than 64. P: Params, or WindowParams for queries with window
-// keys.
+// kHeadSteps: number of 16-head blocks, if h_q may be less than 64.
 template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
 __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ P p) {
 #if HOPWELL_HAS_SM90A
