@@ -5,6 +5,7 @@
 
 #include <hopwell/error.hpp>
 #include <hopwell/hopwell.hpp>
+#include <hopwell/interrupt.hpp>
 
 #include <algorithm>
 #include <array>
@@ -79,6 +80,7 @@ void launch(std::string_view operator_name, void (*kernel)(Parameters...), const
     throw Error(HOPWELL_DEVICE_ERROR, std::string(operator_name).append(": ").append(cudaGetErrorString(error)));
 #else
   try {
+    arch::emu::poll = InterruptCheck::poll;
     arch::launch(kernel, shape, arguments...);
   } catch (const arch::emu::CheckFailed& failed) {
     throw Error(HOPWELL_INTERNAL, std::string(operator_name).append(", emulated: ").append(failed.what()));

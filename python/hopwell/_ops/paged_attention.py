@@ -48,7 +48,7 @@ def paged_attention(
         pre_scale: True adds the bias before the scale, as in Transformer-XL; False adds it after the scale.
         r, pos_bias_v: the fused form bias_j = (q + v)·r[δ]: r [h_q or 1, extent, d], v [h_q, d]; excludes `bias`.
         alibi_slopes: fp32 [h_q]; adds −slope·δ after the scale.
-        window: only keys with δ < window.
+        window: only keys with δ < window; None or 0: every key.
         out: like q, written in place; lse: fp32 [b, q_len, h_q], or [b, h_q] for a three-dimensional q.
         backend, stream: as in `sparse_mla_forward`.
 
