@@ -15,9 +15,9 @@ class HOPWELL_API Interrupted : public std::exception {
   [[nodiscard]] const char* what() const noexcept override;
 };
 
-/// While the object lives, operators of the backend `cpu` that this thread calls ask `wanted` on this thread, between items
-/// of their work and at most once in 50 ms. Emulated backends do not ask. If it returns true, the operator throws Interrupted as soon as its other threads have finished
-/// their parts. Then the outputs hold anything, and later calls are not affected. `wanted` must not throw.
+/// While the object lives, operators that this thread calls on the CPU and on emulated backends ask `wanted` on this thread, between
+/// items of their work and at most once in 50 ms. If it returns true, the operator throws Interrupted as soon as its other threads have
+/// finished their parts. Then the outputs hold anything, and later calls are not affected. `wanted` must not throw.
 class HOPWELL_API InterruptCheck {
  public:
   explicit InterruptCheck(bool (*wanted)());

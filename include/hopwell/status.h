@@ -1,4 +1,4 @@
-/* The status of a call, and the stream that it runs on. All other headers include this one. */
+/* The status of a call, the stream that it runs on, and switches. All other headers include this one. */
 #ifndef HOPWELL_STATUS_H_
 #define HOPWELL_STATUS_H_
 
@@ -15,6 +15,12 @@ typedef enum hopwell_status {
   HOPWELL_OUT_OF_MEMORY = 4,
   HOPWELL_INTERNAL = 5
 } hopwell_status;
+
+/** A flag that is on by default in C++ and Python, and has no default in C. */
+typedef enum hopwell_switch {
+  HOPWELL_ON = 1,
+  HOPWELL_OFF = 2
+} hopwell_switch;
 
 /** A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
 typedef void* hopwell_stream;

@@ -91,10 +91,12 @@ class Integer(Argument):
 
 @dataclass(frozen=True)
 class Boolean(Argument):
-    """True or False. One that is True by default has a field of the opposite meaning in C, `opposite`."""
+    """True or False. C has no way to tell False from a field that was not set, so there a Boolean that is True by default is a
+    `hopwell_switch` and must be set. With `needed_with`, only if one of these tensors is given.
+    """
 
     default: bool = False
-    opposite: str = ""
+    needed_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def field_doc(argument: Argument, in_c: bool) -> str:
     if isinstance(argument, NumberOrTensor):
         parts.append(f"fp32, one element; absent: {argument.value}.")
     parts.append(one_line(argument.doc))
-    if isinstance(argument, Boolean) and argument.opposite:
-        parts.insert(0, f"The opposite of {argument.name}: {argument.name} is true by default." if in_c else "")
+    if isinstance(argument, Boolean) and argument.default and in_c:
+        parts.append("It must be set" + (f" with {' or '.join(argument.needed_with)}." if argument.needed_with else "."))
     if in_c and isinstance(argument, (Number, Integer)):
         parts.append(zero_in_c(argument.default, isinstance(argument, Number)))
     return " ".join(part for part in parts if part)
@@ -179,7 +179,7 @@ def c_fields(argument: Argument) -> list[tuple[str, str]]:
     if isinstance(argument, Integer):
         return [(f"int64_t {argument.name};", doc)]
     if isinstance(argument, Boolean):
-        return [(f"bool {argument.opposite or argument.name};", doc)]
+        return [(f"{'hopwell_switch' if argument.default else 'bool'} {argument.name};", doc)]
     if isinstance(argument, Choice):
         return [(f"hopwell_{argument.enum.name} {argument.name};", doc)]
     assert isinstance(argument, Struct)

@@ -88,8 +88,9 @@ extern "C" hopwell_status hopwell_{name}_workspace_bytes(const hopwell_{name}_ar
 def from_c(argument: Argument) -> str:
     """The line that converts an argument of C."""
     name = argument.name
-    if isinstance(argument, Boolean) and argument.opposite:
-        return f"  to.{name} = !from.{argument.opposite};"
+    if isinstance(argument, Boolean) and argument.default:
+        needed = " || ".join(f"from.{tensor} != nullptr" for tensor in argument.needed_with) or "true"
+        return f'  to.{name} = runtime::switch_from_c(name, "{name}", from.{name}, {needed});'
     if isinstance(argument, Choice):
         return f"  std::memcpy(&to.{name}, &from.{name}, sizeof to.{name});  // C may store any integer there"
     if isinstance(argument, Integer) and argument.zero_is_a_value:

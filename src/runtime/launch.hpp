@@ -4,6 +4,7 @@
 #pragma once
 
 #include <hopwell/error.hpp>
+#include <hopwell/interrupt.hpp>
 #include <hopwell/library.hpp>
 
 #include <algorithm>
@@ -79,6 +80,7 @@ void launch(std::string_view operator_name, void (*kernel)(Parameters...), const
     throw Error(HOPWELL_DEVICE_ERROR, std::string(operator_name).append(": ").append(cudaGetErrorString(error)));
 #else
   try {
+    arch::emu::poll = InterruptCheck::poll;
     arch::launch(kernel, shape, arguments...);
   } catch (const arch::emu::CheckFailed& failed) {
     throw Error(HOPWELL_INTERNAL, std::string(operator_name).append(", emulated: ").append(failed.what()));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -436,6 +437,28 @@ TEST(Launch, RejectsImpossibleShapes) {
   EXPECT_THROW(emu::launch({{3, 1, 1}, {32, 1, 1}, {2, 1, 1}, 0}, {}, nothing), std::invalid_argument);
   EXPECT_THROW(emu::launch({{1, 1, 1}, {2048, 1, 1}, {1, 1, 1}, 0}, {}, nothing), std::invalid_argument);
   EXPECT_THROW(emu::launch({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, 300 << 10}, {}, nothing), std::invalid_argument);
+}
+
+TEST(Launch, APollThatThrowsEndsIt) {
+  struct Ended {};
+  static thread_local int polls;
+  polls = 0;
+  emu::poll = [] {
+    if (++polls == 3) throw Ended();
+  };
+  const emu::LaunchShape shape{{1000, 1, 1}, {64, 1, 1}, {1, 1, 1}, 0};
+  std::atomic<int> started{0};
+  const auto kernel = [&] {
+    ++started;
+    syncthreads();
+  };
+  EXPECT_THROW((void)emu::launch(shape, {}, kernel), Ended);
+  EXPECT_EQ(polls, 3);
+  EXPECT_LT(started, 64'000);
+  emu::poll = nullptr;
+  started = 0;
+  EXPECT_TRUE(emu::launch(shape, {}, kernel).clean());  // the next launch is not affected
+  EXPECT_EQ(started, 64'000);
 }
 
 TEST(Launch, PollingForeverIsReported) {

@@ -213,6 +213,29 @@ TEST(Recording, TimesDoNotDependOnTheSchedule) {
   for (uint64_t seed = 1; seed < 12; ++seed) EXPECT_EQ(ring(seed).end, end) << "seed " << seed;
 }
 
+// One lane copies. The other lanes have no copies to wait for, but the warp executes wait_group as one.
+TEST(Recording, AWarpWaitsForTheCopiesOfAnyLane) {
+  const std::vector<float> in = random_floats(4096);
+  const LaunchRecord launch = recorded({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, 4096 * 4 + 512}, [&] {
+    const uint32_t base = shared_address(&dynamic_smem<float>()), lane = uint32_t(lane_index());
+    if (lane == 0)
+      for (uint32_t i = 0; i < 4096; i += 4) cp_async<16>(base + 4 * i, &in[i]);
+    cp_async_commit();
+    cp_async_wait<0>();
+    if (lane > 0)
+      for (uint32_t i = 0; i < 3; ++i) store_shared_v4(base + 4096 * 4 + 16 * lane, {{i, i, i, i}});
+    syncwarp();
+  });
+  const emu::TimelineRow& warp = launch.rows.at(0);
+  ASSERT_EQ(warp.name, "warp 0");
+  const auto own = std::find_if(warp.waits.begin(), warp.waits.end(), [](const emu::Span& wait) {
+    return wait.what.starts_with("waits for its own asynchronous operations");
+  });
+  ASSERT_NE(own, warp.waits.end());
+  for (const emu::Span& busy : warp.busy)
+    EXPECT_TRUE(busy.end <= own->begin || busy.begin >= own->end) << busy.begin << " to " << busy.end;
+}
+
 TEST(Recording, MapsTensorMemory) {
   struct Shared {
     alignas(1024) std::array<uint32_t, 8192> words;

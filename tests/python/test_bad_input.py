@@ -232,7 +232,7 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("paged_attention", {"layout": "dhn"}, "layout must be 'nhd' or 'hnd' or 'vllm'; got 'dhn'"),
         ("paged_attention", {"bias_kind": 1}, "bias_kind must be 'key' or 'distance'; got 1"),
         ("paged_attention", {"out_of_range": "inf"}, "out_of_range must be 'zero' or 'clamp' or '-inf'; got 'inf'"),
-        ("paged_attention", {"window": 0}, "window must be at least 1; got 0"),
+        ("paged_attention", {"window": -1}, "window must be at least 1, or 0 for every key; got -1"),
         ("nvfp4_gemv", {"out_dtype": "float8"}, "out_dtype must be float16, bfloat16 or float32; got float8"),
         ("nvfp4_gemv", {"scale_layout": "tiled"}, "scale_layout must be 'plain' or 'blocked'; got 'tiled'"),
         ("nvfp4_matmul", {"out_dtype": "float8"}, "out_dtype must be bfloat16, float16 or float32; got float8"),

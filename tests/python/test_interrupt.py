@@ -63,6 +63,14 @@ def long(): call(4096, 16384)
 def short(): return call(40, 300).tobytes()
 """,
 }
+CALLS["emu:sm90"] = """
+import torch, hopwell.torch
+q, kv = torch.randn(512, 64, 576).bfloat16(), torch.randn(4096, 576).bfloat16()
+indices = torch.randint(0, 4096, (512, 2048), dtype=torch.int32)
+def call(s): return hopwell.sparse_mla_forward(q[:s], kv, indices[:s, : 64 * s], 0.05, backend="emu:sm90")[0]
+def long(): call(512)
+def short(): return call(1).float().numpy().tobytes()
+"""
 INTERRUPTS = """
 expected = short()
 interrupted(signal.SIGINT, KeyboardInterrupt, long)

@@ -80,7 +80,7 @@ def brute_force_row(
     pairs = []
     for j in range(len(keys)):
         delta = position - j
-        if delta >= 0 and (window is None or delta < window):
+        if delta >= 0 and (not window or delta < window):
             logit = logit_of(j, delta)
             if logit is not None:
                 pairs.append((logit, values[j]))
@@ -95,7 +95,7 @@ def brute_force_row(
 @pytest.mark.parametrize("out_of_range", ["zero", "clamp", "-inf"])
 @pytest.mark.parametrize("pre_scale", [True, False])
 @pytest.mark.parametrize("form", ["key", "distance", "fused", "fused_no_v", "fused_shared"])
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 0, 1, 4])
 def test_paged_bias_equals_brute_force(
     rng: Generator, form: str, pre_scale: bool, out_of_range: str, window: int | None
 ) -> None:
@@ -228,7 +228,7 @@ def test_paged_values_that_are_not_finite_count_whole(rng: Generator, layout: st
     [
         ({"pos_bias_v": np.zeros((2, 8))}, "pos_bias_v must be given together with r"),
         ({"r": np.zeros((2, 3, 8)), "bias": np.zeros((1, 2, 1, 9))}, "r must be absent beside bias"),
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": -1}, "window must be at least 1"),
         ({"scale": INF}, "scale must be finite"),
         ({"bias": np.zeros((1, 2, 0)), "bias_kind": "distance", "out_of_range": "clamp"}, "bias must be of extent 1"),
         ({"layout": "nhdx"}, "layout must be nhd, hnd or vllm"),

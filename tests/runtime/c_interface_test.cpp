@@ -198,6 +198,7 @@ TEST(CInterface, PagedAttention) {
                         .context_lens = ints({2}),
                         .scale = 0.1F,
                         .pos_bias_u = floats({2, 32}),
+                        .pre_scale = HOPWELL_OFF,
                         .pos_bias_v = floats({2, 32}),
                         .r = floats({1, 6, 32}),
                         .alibi_slopes = floats({2}),
@@ -335,6 +336,7 @@ TEST(CInterface, LightningIndexer) {
                   .k_index = floats({5, 8}),
                   .weights = floats({2, 3}),
                   .selection = {.q_positions = ints({2}), .k_start = ints({2}), .k_end = ints({2})},
+                  .relu = HOPWELL_ON,
                   .indices = ints({2, 4}),
                   .scores = floats({2, 4})},
                  {{"q_index", &Args::q_index},
@@ -359,6 +361,7 @@ TEST(CInterface, LightningIndexerBackward) {
                   .weights = floats({2, 3}),
                   .indices = ints({2, 1, 4}),
                   .selection = {.k_start = ints({2}), .k_end = ints({2})},
+                  .relu = HOPWELL_OFF,
                   .loss = floats({1}),
                   .d_q_index = floats({2, 3, 8}),
                   .d_k_index = floats({5, 8}),
@@ -391,6 +394,7 @@ TEST(CInterface, IndexerDenseLoss) {
                   .sm_scale = 0.1F,
                   .selection = {.k_start = ints({2}), .k_end = ints({2})},
                   .row_weights = floats({2}),
+                  .relu = HOPWELL_ON,
                   .loss = floats({1}),
                   .row_loss = floats({2}),
                   .d_q_index = floats({2, 2, 4}),
@@ -441,6 +445,57 @@ TEST(CInterface, AStartWithoutItsFlag) {
             "sparse_mla_forward: q_start must be 0 without has_q_start; got 7");
   args.selection.has_q_start = true;
   EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args), "no error");
+}
+
+// C cannot tell false from a flag that was not set.
+TEST(CInterface, ASwitchThatIsNotSet) {
+  hopwell_lightning_indexer_args indexer = {
+      .q_index = floats({2, 3, 8}), .k_index = floats({5, 8}), .weights = floats({2, 3}), .indices = ints({2, 4})};
+  EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer),
+            "lightning_indexer: relu must be HOPWELL_ON or HOPWELL_OFF; got 0");
+  const int three = 3;
+  std::memcpy(&indexer.relu, &three, sizeof three);
+  EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer),
+            "lightning_indexer: relu must be HOPWELL_ON or HOPWELL_OFF; got 3");
+  indexer.relu = HOPWELL_OFF;
+  EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer), "no error");
+
+  hopwell_paged_attention_args paged = {.q = floats({2, 1, 2, 32}),
+                                        .k_cache = floats({3, 4, 1, 32}),
+                                        .v_cache = floats({3, 4, 1, 32}),
+                                        .block_tables = ints({2, 2}),
+                                        .context_lens = ints({2}),
+                                        .scale = 0.1F,
+                                        .out = floats({2, 1, 2, 32})};
+  EXPECT_EQ(refusal(hopwell_paged_attention, paged), "no error");  // it has no bias
+  paged.bias = floats({1, 2, 1, 8});
+  EXPECT_EQ(refusal(hopwell_paged_attention, paged),
+            "paged_attention: pre_scale must be HOPWELL_ON or HOPWELL_OFF; got 0");
+  paged.pre_scale = HOPWELL_ON;
+  EXPECT_EQ(refusal(hopwell_paged_attention, paged), "no error");
+}
+
+// A window of 0 is no window, in C and in C++.
+TEST(CInterface, AWindowOfZero) {
+  PagedAttentionArgs args = {.q = floats({1, 1, 1, 32}),
+                             .k_cache = floats({3, 4, 1, 32}),
+                             .v_cache = floats({3, 4, 1, 32}),
+                             .block_tables = ints({1, 2}),
+                             .context_lens = ints({1}),
+                             .scale = 0.1F,
+                             .out = floats({1, 1, 1, 32}),
+                             .lse = floats({1, 1, 1})};
+  *static_cast<std::int32_t*>(args.context_lens->data) = 6;
+  const auto lse = [&](std::optional<std::int64_t> window) {
+    args.window = window;
+    paged_attention(args);
+    return *static_cast<const float*>(args.lse->data);
+  };
+  EXPECT_NEAR(lse(std::nullopt), std::log(6.0F), 1e-6F);
+  EXPECT_NEAR(lse(0), std::log(6.0F), 1e-6F);
+  EXPECT_NEAR(lse(2), std::log(2.0F), 1e-6F);
+  args.window = -1;
+  EXPECT_EQ(refusal(paged_attention, args), "paged_attention: window must be at least 1, or 0 for every key; got -1");
 }
 
 TEST(CInterface, AGlobalScaleThatIsGivenTwice) {

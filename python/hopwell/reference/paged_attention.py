@@ -120,7 +120,7 @@ def _bias_tables(
 
 def _visible(position: int, window: int | None, pages_of: Int64, blocks: int, block: int) -> tuple[Int64, Int64]:
     """The keys that a query at `position` sees and the pages that hold them, both [n]: 0 ≤ position − key < window."""
-    first = 0 if window is None else max(0, position - window + 1)
+    first = max(0, position - window + 1) if window else 0
     keys = np.arange(first, position + 1, dtype=np.int64)
     pages = pages_of[keys // block]
     in_range = (pages >= 0) & (pages < blocks)
@@ -160,7 +160,7 @@ def paged_attention(
     Returns out like q and lse [b, q_len, h_q] or [b, h_q].
 
     Query i stands at position context_len − q_len + i, after context_len was clamped to 0..max_blocks·block, and sees
-    the keys 0 ≤ δ < window whose page number is in range. A bias of −inf hides the key, whatever the scale's sign;
+    the keys 0 ≤ δ < window (window None or 0: 0 ≤ δ) whose page number is in range. A bias of −inf hides the key, whatever the scale's sign;
     hidden keys are not read. A row that sees nothing, or whose logits are all −inf, gives out = 0, lse = −inf. Where a
     row sees values of ±inf or NaN, out is what those alone add up to (±inf or NaN), however small their weights.
     """
@@ -177,7 +177,7 @@ def paged_attention(
     require(tables.ndim == 2 and len(tables) == b, NAME, "block_tables", f"int32 [{b}, max_blocks]", describe(tables))
     require_shape(NAME, "context_lens", lengths, "[b]", (b,))
     lengths = np.clip(lengths, 0, tables.shape[1] * block)
-    require(window is None or window >= 1, NAME, "window", "at least 1", window)
+    require(window is None or window >= 0, NAME, "window", "at least 1, or 0 for every key", window)
     require(bool(np.isfinite(scale)), NAME, "scale", "finite", scale)
     u = _per_head("pos_bias_u", pos_bias_u, h_q, d)
     bias_tables, by_distance = _bias_tables(queries, bias, bias_kind, out_of_range, pos_bias_v, r)

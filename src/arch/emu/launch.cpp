@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -22,6 +23,7 @@
 namespace hopwell::arch::emu {
 
 constinit Watched watched;
+thread_local void (*poll)() = nullptr;
 
 namespace {
 StackPool& stack_pool() {
@@ -179,9 +181,13 @@ void Machine::run_cluster(uint32_t number) {
     }
   }
   if (recorder) recorder->start_cluster();
+  std::exception_ptr interruption;
   try {
     schedule();
   } catch (const Stopped&) {
+  } catch (...) {
+    interruption = std::current_exception();
+    stopped = true;
   }
   current = nullptr;
   if (recorder) recorder->end_cluster();
@@ -199,6 +205,7 @@ void Machine::run_cluster(uint32_t number) {
     work->kernel = path.substr(path.find_last_of('/') + 1);
   }
   for (Thread& t : threads) stacks_.give_back(t.stack);
+  if (interruption) std::rethrow_exception(interruption);
 }
 
 void Machine::check_end_of_cluster() {

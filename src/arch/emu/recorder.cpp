@@ -287,7 +287,7 @@ void Recorder::waited(const void* queue, uint64_t before) {
   for (const auto& [group, end] : groups_[queue])
     if (group < before) latest = std::max(latest, end);
   std::erase_if(groups_[queue], [&](const auto& of_group) { return of_group.first < before; });
-  go_on(*aside.thread, latest, kOwnOperations);
+  go_on(*aside.thread, latest, queue == &aside.thread->copies ? kOwnCopies : kOwnOperations);
 }
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
@@ -398,6 +398,7 @@ std::string Recorder::name_of(uint64_t barrier) const {
     case 2:
       return "cluster barrier";
     case 3:
+    case 6:
       return "its own asynchronous operations";
     case 4:
       return "the other warps of the warpgroup";
@@ -410,7 +411,31 @@ std::string Recorder::waits_for(const Wait& wait) const {
   return "waits for " + name_of(wait.barrier) + " at " + place_of(wait.site);
 }
 
-// A warp is busy when any lane is busy. In a gap it waits for the event that the first lane to resume has waited for.
+// The parts of intervals that are in none of `cut`.
+std::vector<Recorder::Interval> Recorder::without(const std::vector<Interval>& intervals, std::vector<Interval> cut) {
+  std::sort(cut.begin(), cut.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  std::vector<Interval> gaps;  // the union of `cut`
+  for (const Interval& interval : cut) {
+    if (gaps.empty() || interval.begin > gaps.back().end)
+      gaps.push_back(interval);
+    else
+      gaps.back().end = std::max(gaps.back().end, interval.end);
+  }
+  std::vector<Interval> left;
+  for (const Interval& interval : intervals) {
+    double begin = interval.begin;
+    auto gap = std::upper_bound(gaps.begin(), gaps.end(), begin, [](double at, const Interval& g) { return at < g.end; });
+    for (; gap != gaps.end() && gap->begin < interval.end; ++gap) {
+      if (gap->begin > begin) left.push_back({begin, gap->begin});
+      begin = gap->end;
+    }
+    if (begin < interval.end) left.push_back({begin, interval.end});
+  }
+  return left;
+}
+
+// A warp is busy when any lane is busy, but not while a lane waits in cp.async.wait_group: the lanes of a warp execute it
+// together. In a gap the warp waits for the event that the first lane to resume has waited for.
 TimelineRow Recorder::row_of_warp(size_t warp) const {
   TimelineRow row;
   row.rank = uint32_t(warp / record_.warps_a_cta);
@@ -423,6 +448,10 @@ TimelineRow Recorder::row_of_warp(size_t warp) const {
     busy.insert(busy.end(), lane.busy.begin(), lane.busy.end());
     waits.insert(waits.end(), lane.waits.begin(), lane.waits.end());
   }
+  std::vector<Interval> blocked;
+  for (const Wait& wait : waits)
+    if (wait.barrier == kOwnCopies) blocked.push_back({wait.begin, wait.end});
+  busy = without(busy, std::move(blocked));
   std::sort(busy.begin(), busy.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
   std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) { return a.end < b.end; });
   for (const Interval& interval : busy) {

@@ -44,7 +44,7 @@ class Recorder {
     return uint64_t{1} << 32 | uint64_t{rank} << 8 | uint64_t(id);
   }
   static constexpr uint64_t kClusterBarrier = uint64_t{2} << 32, kOwnOperations = uint64_t{3} << 32,
-                            kWarpgroup = uint64_t{4} << 32, kWarp = uint64_t{5} << 32;
+                            kWarpgroup = uint64_t{4} << 32, kWarp = uint64_t{5} << 32, kOwnCopies = uint64_t{6} << 32;
   void arrived(uint64_t barrier);  // by the current thread, or by the operation that is executing
   void phase_ended(uint64_t barrier);
   void phase_ended(uint64_t barrier, const std::vector<Thread*>& waiting, Thread* last);  // `waiting` resume
@@ -109,6 +109,7 @@ class Recorder {
   std::string name_of(uint64_t barrier) const;
   std::string place_of(SiteId site) const;
   std::string waits_for(const Wait& wait) const;
+  static std::vector<Interval> without(const std::vector<Interval>& intervals, std::vector<Interval> cut);
   TimelineRow row_of_warp(size_t warp) const;
   void draw_rows();
 

@@ -132,8 +132,9 @@ void Machine::prefetch_next() const {
 }
 
 void Machine::schedule() {
-  uint64_t switches = 0;
+  uint64_t switches = 0, rounds = 0;
   while (live_ > 0 && !stopped) {
+    if (poll && (++rounds & 63) == 0) poll();
     if (ready_.empty()) {
       if (!step_async()) report_deadlock();
       continue;

@@ -108,7 +108,6 @@ RELU = Boolean(
     "relu",
     "Applies relu to the product of q_index and k_index. Without it the score is the weighted sum of the products.",
     default=True,
-    opposite="no_relu",
 )
 ROW_WEIGHTS = Tensor(
     "row_weights",

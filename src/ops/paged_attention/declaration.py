@@ -91,7 +91,7 @@ paged_attention = Operator(
             "pre_scale",
             "Adds bias_j before the scale, as Transformer-XL does. Else the logit is scale * (q + u) . k_j + bias_j.",
             default=True,
-            opposite="post_scale",
+            needed_with=("bias", "r"),
         ),
         Tensor(
             "pos_bias_v",
@@ -110,7 +110,7 @@ paged_attention = Operator(
         Tensor(
             "alibi_slopes", "Adds -slope * delta after the scale (ALiBi).", dtype="fp32", shape="[h_q]", optional=True
         ),
-        Integer("window", "Only keys with delta < window are visible. At least 1.", default=None),
+        Integer("window", "Only keys with delta < window are visible. 0: every key.", default=None),
         Output("out", dtype="like q", shape="the shape of q"),
         Output(
             "lse",

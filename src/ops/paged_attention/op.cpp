@@ -124,8 +124,9 @@ Problem check(const PagedAttentionArgs& args) {
   check_bias(check, args, p);
   check.finite("scale", args.scale);
   p.scale = args.scale;
-  p.window = args.window.value_or(p.window);
-  check.require(p.window >= 1, "window", "at least 1", p.window);
+  const std::int64_t window = args.window.value_or(0);
+  check.require(window >= 0, "window", "at least 1, or 0 for every key", window);
+  if (window > 0) p.window = window;
   const bool flat = args.q->ndim == 3;
   p.out = check.output("out", args.out, {p.q.dtype}, flat ? Shape{"b", "h_q", "d"} : Shape{"b", "q_len", "h_q", "d"});
   p.lse = check.optional_output("lse", args.lse, {DType::kFloat32},

@@ -238,7 +238,7 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
     if layout != "nhd" or maker.chance():
         arguments["layout"] = layout
     if maker.chance():
-        arguments["window"] = maker.choose(maker.integer(1, 20), 2**31, 2**63 - 1)
+        arguments["window"] = maker.choose(0, maker.integer(1, 20), 2**31, 2**63 - 1)
     if maker.chance(3):
         arguments["pos_bias_u"] = maker.floats((h_q, d), maker.choose("float32", dtype))
     extent = maker.choose(0, 1, 7, 40, pages * block)

@@ -17,7 +17,7 @@ INTEGERS: dict[str, tuple[int, ...]] = {  # and values that are out of range
     "d_v": (0, -1, 10**9, 2**62),
     "kv_stride": (0, -1, -(2**63)),
     "q_start": (2**62, -(2**62), 2**63 - 1, -(2**63)),
-    "window": (0, -1, -(2**63)),
+    "window": (-1, -(2**63)),
     "topk": (-1, -(2**63), 2**62, 2**45),
 }
 REALS = (*declared.names("Number"), "d_loss")
