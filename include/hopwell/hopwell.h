@@ -15,7 +15,7 @@
  * Every call computes in the default floating-point mode (to nearest, with subnormal numbers) on all of its threads, and
  * the calling thread has its own mode back afterwards.
  *
- * A field that is 0 has its default. If 0 is also a value, the field's comment says how to write it. A hopwell_switch has no default.
+ * A field that is 0 has its default. If 0 is also a value, the field's comment says how to write it.
  */
 #ifndef HOPWELL_HOPWELL_H_
 #define HOPWELL_HOPWELL_H_

@@ -16,8 +16,9 @@ typedef enum hopwell_status {
   HOPWELL_INTERNAL = 5
 } hopwell_status;
 
-/** A flag that is on by default in C++ and Python, and has no default in C. */
+/** A flag that is on by default: a field that is not set is on. */
 typedef enum hopwell_switch {
+  HOPWELL_DEFAULT_ON = 0,
   HOPWELL_ON = 1,
   HOPWELL_OFF = 2
 } hopwell_switch;

@@ -91,12 +91,9 @@ class Integer(Argument):
 
 @dataclass(frozen=True)
 class Boolean(Argument):
-    """True or False. C has no way to tell False from a field that was not set, so there a Boolean that is True by default is a
-    `hopwell_switch` and must be set. With `needed_with`, only if one of these tensors is given.
-    """
+    """True or False. One that is True by default is a `hopwell_switch` in C, where a field that is not set is on."""
 
     default: bool = False
-    needed_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def field_doc(argument: Argument, in_c: bool) -> str:
         parts.append(f"fp32, one element; absent: {argument.value}.")
     parts.append(one_line(argument.doc))
     if isinstance(argument, Boolean) and argument.default and in_c:
-        parts.append("It must be set" + (f" with {' or '.join(argument.needed_with)}." if argument.needed_with else "."))
+        parts.append("On by default.")
     if in_c and isinstance(argument, (Number, Integer)):
         parts.append(zero_in_c(argument.default, isinstance(argument, Number)))
     return " ".join(part for part in parts if part)
@@ -219,7 +219,7 @@ def c_enum(enum: Enum) -> str:
 
 
 def enum_header(operators: list[Operator]) -> str:
-    """The enumerations have a header of their own: kernels that need them are not compiled again after other changes."""
+    """The enumerations. In a header of their own, so that other changes do not compile the kernels that need them."""
     return ENUM_HEADER.format(body="\n\n".join(c_enum(enum) for enum in declarations.enums(operators)))
 
 

@@ -89,8 +89,7 @@ def from_c(argument: Argument) -> str:
     """The line that converts an argument of C."""
     name = argument.name
     if isinstance(argument, Boolean) and argument.default:
-        needed = " || ".join(f"from.{tensor} != nullptr" for tensor in argument.needed_with) or "true"
-        return f'  to.{name} = runtime::switch_from_c(name, "{name}", from.{name}, {needed});'
+        return f'  to.{name} = runtime::switch_from_c(name, "{name}", from.{name});'
     if isinstance(argument, Choice):
         return f"  std::memcpy(&to.{name}, &from.{name}, sizeof to.{name});  // C may store any integer there"
     if isinstance(argument, Integer) and argument.zero_is_a_value:

@@ -34,13 +34,12 @@ inline std::optional<std::int64_t> optional_from_c(const char* op, const char* n
   return std::nullopt;
 }
 
-// A switch from C, where false is no value: it could not be told from a field that was not set.
-inline bool switch_from_c(const char* op, const char* name, const hopwell_switch& given, bool needed) {
+// A switch from C, which is on by default.
+inline bool switch_from_c(const char* op, const char* name, const hopwell_switch& given) {
   int value = 0;
   std::memcpy(&value, &given, sizeof value);  // C may store any integer there
-  if (value == 0 && !needed) return true;
-  Checker(op).require(value == HOPWELL_ON || value == HOPWELL_OFF, name, "HOPWELL_ON or HOPWELL_OFF", value);
-  return value == HOPWELL_ON;
+  Checker(op).require(value >= HOPWELL_DEFAULT_ON && value <= HOPWELL_OFF, name, "HOPWELL_ON or HOPWELL_OFF", value);
+  return value != HOPWELL_OFF;
 }
 
 // Checks that a field which several operators share, and this one does not take, has its default.

@@ -447,32 +447,16 @@ TEST(CInterface, AStartWithoutItsFlag) {
   EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args), "no error");
 }
 
-// C cannot tell false from a flag that was not set.
-TEST(CInterface, ASwitchThatIsNotSet) {
+TEST(CInterface, ASwitchIsOnByDefault) {
   hopwell_lightning_indexer_args indexer = {
       .q_index = floats({2, 3, 8}), .k_index = floats({5, 8}), .weights = floats({2, 3}), .indices = ints({2, 4})};
-  EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer),
-            "lightning_indexer: relu must be HOPWELL_ON or HOPWELL_OFF; got 0");
+  EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer), "no error");
   const int three = 3;
   std::memcpy(&indexer.relu, &three, sizeof three);
   EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer),
             "lightning_indexer: relu must be HOPWELL_ON or HOPWELL_OFF; got 3");
   indexer.relu = HOPWELL_OFF;
   EXPECT_EQ(refusal(hopwell_lightning_indexer, indexer), "no error");
-
-  hopwell_paged_attention_args paged = {.q = floats({2, 1, 2, 32}),
-                                        .k_cache = floats({3, 4, 1, 32}),
-                                        .v_cache = floats({3, 4, 1, 32}),
-                                        .block_tables = ints({2, 2}),
-                                        .context_lens = ints({2}),
-                                        .scale = 0.1F,
-                                        .out = floats({2, 1, 2, 32})};
-  EXPECT_EQ(refusal(hopwell_paged_attention, paged), "no error");  // it has no bias
-  paged.bias = floats({1, 2, 1, 8});
-  EXPECT_EQ(refusal(hopwell_paged_attention, paged),
-            "paged_attention: pre_scale must be HOPWELL_ON or HOPWELL_OFF; got 0");
-  paged.pre_scale = HOPWELL_ON;
-  EXPECT_EQ(refusal(hopwell_paged_attention, paged), "no error");
 }
 
 // A window of 0 is no window, in C and in C++.

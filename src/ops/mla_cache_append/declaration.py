@@ -56,11 +56,14 @@ mla_cache_append = Operator(
             "interleaved",
             "Rotates the columns 2i and 2i + 1 together. Otherwise i and i + r/2 (NeoX).",
             default=True,
-            opposite="not_interleaved",
         ),
         Choice("scale_format", "How scales are chosen.", enum=SCALE_FORMATS),
         NumberOrTensor(
-            "kv_scale", "Scale of a cache with one scale; 1 by default. Positive and finite.", value="kv_scale_value", default=None, optional=True
+            "kv_scale",
+            "Scale of a cache with one scale; 1 by default. Positive and finite.",
+            value="kv_scale_value",
+            default=None,
+            optional=True,
         ),
     ),
     returns=("cache",),

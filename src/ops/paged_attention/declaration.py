@@ -91,7 +91,6 @@ paged_attention = Operator(
             "pre_scale",
             "Adds bias_j before the scale, as Transformer-XL does. Else the logit is scale * (q + u) . k_j + bias_j.",
             default=True,
-            needed_with=("bias", "r"),
         ),
         Tensor(
             "pos_bias_v",

@@ -52,7 +52,12 @@ sparse_mla_backward = Operator(
             " 4 * s_q * topk bytes of scratch.",
         ),
         PythonOnly(
-            "dkv_dtype", "Dtype of dkv.", type="dtype", of="dkv d_window_kv", default="float32", choices=("float32", "bfloat16")
+            "dkv_dtype",
+            "Dtype of dkv.",
+            type="dtype",
+            of="dkv d_window_kv",
+            default="float32",
+            choices=("float32", "bfloat16"),
         ),
         Boolean("accumulate", "Adds into the given fp32 dkv instead of overwriting it."),
         INDICES_ASCENDING,
@@ -101,6 +106,6 @@ sparse_mla_backward = Operator(
     python_check="check_accumulate(accumulate, window_kv, need_dkv, dkv, need_d_window_kv, d_window_kv)",
     returns=("dq", "dkv", "d_sink"),
     more_returns=("window_kv", "d_window_kv"),
-    returns_doc="With window_kv, (dq, dkv, d_sink, d_window_kv). None stands for an output that is not needed, and for d_sink"
-    " without a sink.",
+    returns_doc="With window_kv, (dq, dkv, d_sink, d_window_kv). None stands for an output that is not needed, and for"
+    " d_sink without a sink.",
 )
