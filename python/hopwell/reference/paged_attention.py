@@ -161,8 +161,9 @@ def paged_attention(
 
     Query i stands at position context_len − q_len + i, after context_len was clamped to 0..max_blocks·block, and sees
     the keys 0 ≤ δ < window (window None or 0: 0 ≤ δ) whose page number is in range. A bias of −inf hides the key,
-    whatever the scale's sign; hidden keys are not read. A row that sees nothing, or whose logits are all −inf, gives out = 0, lse = −inf. Where a
-    row sees values of ±inf or NaN, out is what those alone add up to (±inf or NaN), however small their weights.
+    whatever the scale's sign; hidden keys are not read. A row that sees nothing, or whose logits are all −inf,
+    gives out = 0, lse = −inf. Where a row sees values of ±inf or NaN, out is what those alone add up to (±inf or
+    NaN), however small their weights.
     """
     queries = as_float64(q)
     shape = queries.shape

@@ -21,9 +21,9 @@ mla_cache_append = Operator(
     notes="""
         A cache is [blocks, block, row]; slot s is row s mod block of block s div block. The row's size and d, the width
         of a token, name the format. bf16 [.., d] stores the token. Of bytes: (d 576, 656) and (512, 656) are rows of
-        DeepSeek-V3.2, (512, 584) of V4, (512, 528) of V4.1, (d, d) has one scale for the whole cache, and (d, d + 4) is
-        an index key with its scale. A NaN or an infinity gets the code 0x7F and does not count in amax. Rows of kv whose
-        slot or position is out of range are skipped. No other byte of the cache is written. Slots of a call must differ;
+        DeepSeek-V3.2, (512, 584) of V4, (512, 528) of V4.1, (d, d) has one scale for the whole cache, (d, d + 4) is an
+        index key with its scale. A NaN or an infinity gets the code 0x7F and does not count in amax. Rows of kv whose
+        slot or position is out of range are skipped. No other byte of the cache is written. Slots must differ;
         of two equal ones one row is stored as a whole, on the CPU the later one.
     """,
     arguments=(
