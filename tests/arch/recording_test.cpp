@@ -1,6 +1,7 @@
 // Recorded launches: activity of small kernels, counted by hand; times that follow from the chip's rates; the page.
 #include "arch/emu/recording.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <filesystem>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "arch/sm100/tcgen05.hpp"
+#include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/bulk_copy.hpp"
 #include "harness.hpp"
 

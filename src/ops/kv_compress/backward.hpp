@@ -167,12 +167,12 @@ HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partial
 
 // The windows of a key tile whose threads have one batch of entries: the next window is copied while one is computed.
 template <class T, class F>
-HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int first, int end, const Thread& thread,
                                      BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
-  const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
+  const auto window_of = [&](int row) { return row < end ? o.blocks.window(row) : Window{}; };
   const Bias<T, F> bias(o, thread);
-  int64_t row = first + thread.row;
+  int row = first + thread.row;
   Window window = window_of(row);
   Entries<T, F>::copy(o, window, thread, 0, s.stages[0]);
   HOPWELL_NO_UNROLL
@@ -185,10 +185,10 @@ HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int64_t first, 
     Pool pool;
     pool.add(entries);
     const Pool own = pool;
-    float d_out[kColumns];
-    if (any) load_d_out(p, row, thread, d_out);  // arrives while the groups combine their results
     complete(o, pool, s.partials);
     if (any) {
+      float d_out[kColumns];
+      load_d_out(p, row, thread, d_out);
       weigh_d_out(pool, own.max, d_out);
       store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
     }
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   const BiasSums<T, F> sums(p, thread, key_tile, s);
   const int64_t first = key_tile * int64_t{p.key_tile_rows}, end = std::min(first + p.key_tile_rows, o.blocks.n);
   if (F::exact || o.shape.batches == 1)
-    process_key_tile(p, first, end, thread, s, sums);
+    process_key_tile(p, int(first), int(end), thread, s, sums);
   else
     process_long_key_tile(p, first, end, thread, s, sums);
   if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);

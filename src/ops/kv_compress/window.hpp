@@ -9,6 +9,8 @@
 // Bound     memory
 #pragma once
 
+#include <algorithm>
+
 #include "arch/sm80/async_copy.hpp"
 #include "ops/kv_compress/plan.hpp"
 #include "tile/gpu/numbers.hpp"
@@ -121,18 +123,17 @@ struct Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's entries, if they are the same in every window; it stays in registers.
+// position_bias of a thread's entries, if they are the same in every window: of the first ones, in registers. Registers do
+// not suffice for eight entries, nor beside fp32 entries.
 template <class T, class F>
 struct Bias {
-  static constexpr bool kKept = F::exact && sizeof(T) == 2;  // of fp32 entries, registers would not suffice
-  Columns<float> of_entry[kKept ? F::entries : 1];
+  static constexpr int kKept = F::exact && sizeof(T) == 2 ? std::min(F::entries, 7) : 0;
+  Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
-    if constexpr (kKept) {
-      const Batch<T, F> of(p, thread, 0);
-      HOPWELL_UNROLL
-      for (int e = 0; e < F::entries; ++e) of_entry[e] = of.bias(e, thread);
-    }
+    const Batch<T, F> of(p, thread, 0);
+    HOPWELL_UNROLL
+    for (int e = 0; e < kKept; ++e) of_entry[e] = of.bias(e, thread);
   }
 };
 
@@ -171,8 +172,8 @@ struct Entries {
       const bool present = any && of.has(e, window.has_previous);
       const Columns<T> given = stage.gate[e][arch::thread_index()];
       Columns<float> added{};
-      if constexpr (Bias<T, F>::kKept)
-        added = bias.of_entry[e];
+      if (e < Bias<T, F>::kKept)
+        added = bias.of_entry[e < Bias<T, F>::kKept ? e : 0];
       else if (present)
         added = of.bias(e, thread);
       HOPWELL_UNROLL
