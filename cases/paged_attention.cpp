@@ -684,11 +684,11 @@ std::vector<std::string> cluster_features(const Config& c) {
   const auto add_if = [&](bool has, const char* option) {
     if (has) add(option);
   };
-  // The tile: mma divides dimensions by these sizes, and keys of a page by 2, 4 or 8 octets.
+  // The tile: mma divides dimensions by these sizes, and keys of a page by 2, 4 or 8 vectors.
   const std::int64_t size = !mma ? 0 : c.d <= 64 ? 64 : c.d <= 96 ? 96 : c.d <= 128 ? 128 : c.d <= 192 ? 192 : 256;
-  const std::int64_t octets = mma && vllm ? std::min<std::int64_t>(c.block, 64) / 8 : 0;
+  const std::int64_t vectors = mma && vllm ? std::min<std::int64_t>(c.block, 64) / 8 : 0;
   add("tile " + std::to_string(static_cast<int>(c.dtype)) + (fused ? " r " : " ") + std::to_string(size) + " " +
-      std::to_string(octets) + (mma && c.u ? " u" : ""));
+      std::to_string(vectors) + (mma && c.u ? " u" : ""));
   const std::string bias = " bias " + std::to_string(static_cast<int>(c.bias));
   add(bias + " beyond " + std::to_string(static_cast<int>(c.out_of_range)));
   add(bias + (c.extent <= 1 ? " extent " + std::to_string(c.extent) : ""));

@@ -109,7 +109,7 @@ TEST_F(PagedAttentionBadInput, Queries) {
   expect([&](auto& a) { a.q = p.view(p.q, {2, 2, 4, 32}, {256, 128, 1, 4}); },
          "q must be contiguous in its last dimension; got a stride of 4");
   expect([](auto& a) { a.scale = kInf; }, "scale must be finite; got inf");
-  expect([](auto& a) { a.window = -1; }, "window must be at least 1; got -1");
+  expect([](auto& a) { a.window = -1; }, "window must be at least 1, or 0 for every key; got -1");
 }
 
 TEST_F(PagedAttentionBadInput, Caches) {

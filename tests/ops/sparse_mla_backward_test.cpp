@@ -34,7 +34,7 @@ TEST(SparseMlaBackward, BadInputIsRefusedWithOutputsUntouched) {
   expect([&](auto& a) { a.dq = p.view(dkv16, {3, 2, 8}); },
          "dq must be float32 [s_q=3, h_q=2, d_qk=8]; got bfloat16 [3, 2, 8]");
   expect([&](auto& a) { a.dkv = p.view(p.dkv, {9, 1, 8}); },
-         "dkv must be float32 or bfloat16 [s_kv=10, 1, d_qk=8]; got float32 [9, 1, 8]");
+         "dkv must be float32 or bfloat16 [s_kv=10, h_kv=1, d_qk=8]; got float32 [9, 1, 8]");
   expect([&](auto& a) { a.dkv = p.view(p.dkv, {10, 8}, {.strides = {4, 1}}), a.kv = p.view(p.kv, {10, 8}); },
          "dkv must be an output whose elements do not overlap; got strides that make them share memory");
   expect([&](auto& a) { a.d_sink = p.view(p.d_sink, {2}); }, "d_sink needs an attn_sink");

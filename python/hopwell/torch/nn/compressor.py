@@ -143,7 +143,7 @@ class KVCompressor(KeepsDtypes):
         """x [b, s, d_model] → keys [b·s // ratio, d], those of each sequence one after another.
 
         cu_seqlens: int32 or int64 [documents + 1], packed documents in x [1, s, d_model]. Blocks and positions start
-        anew in each. A document of n tokens has n // ratio keys (`compressed_lengths`). Rows after the last key are
+        again in each. A document of n tokens has n // ratio keys (`compressed_lengths`). Rows after the last key are
         rotated zeros.
         """
         name = type(self).__name__

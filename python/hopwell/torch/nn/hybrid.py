@@ -124,7 +124,7 @@ class HCA(KeepsDtypes):
         """x [b, s, d_model] → [b, s, d_model].
 
         cu_seqlens: int32 or int64 [documents + 1], packed documents in x [1, s, d_model]; positions and blocks start
-        anew in each, and tokens after the last document give 0. The host does not wait.
+        again in each, and tokens after the last document give 0. The host does not wait.
         """
         name = type(self).__name__
         check_tokens(name, x, self.d_model, self.wq_a)
