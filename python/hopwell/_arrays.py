@@ -146,7 +146,7 @@ def workspace(like: Array, size: int) -> Array:
     return Outputs("workspace", "array", like).new((size,), "uint8")
 
 
-def shape_of(array: Array) -> tuple[int, ...]:
+def shape_of(array: Array | None) -> tuple[int, ...]:
     """Returns the shape of an array. For anything else, (): the argument check reports it."""
     shape = getattr(array, "shape", ())
     return tuple(shape) if isinstance(shape, tuple) else ()

@@ -6,12 +6,20 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hopwell.torch import nn
-from hopwell.torch.parallel import ContextShard, ParallelDSA, shard_heads, sum_gradients
+from hopwell.torch.parallel import (
+    ContextShard,
+    ParallelCSA,
+    ParallelDSA,
+    ParallelHCA,
+    shard_heads,
+    sum_gradients,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -111,6 +119,43 @@ def data_parallel(rank: int) -> dict[str, torch.Tensor]:
     return {"alone": alone, "fsdp": torch.cat([gradient.full_tensor().flatten() for gradient in gradients[1]])}
 
 
+HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the layer, and of the call
+    "window": ({"ratio": 0, "window": 9}, {}),
+    "HCA": ({"ratio": 3}, {}),
+    "CSA": ({"ratio": 4}, {"mode": "sparse"}),
+    "CSA warm-up": ({"ratio": 4, "window": 30}, {"mode": "warm-up"}),
+}
+
+
+def hybrid(
+    kind: str, s: int, context: dist.ProcessGroup | None, heads: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """A step of a layer of DeepSeek-V4. If a window is longer than a piece, the halo has several owners."""
+    options, call = HYBRID[kind]
+    torch.manual_seed(0)
+    sizes = {"window": 5, "d": 16, "d_rope": 8, "q_rank": 12, "o_groups": 2, "o_rank": 6, **options}
+    indexer = {"topk": 3, "h_index": 2, "d_index": 12} if "mode" in call else {}
+    alone = (nn.CSA if indexer else nn.HCA)(D_MODEL, 4, **indexer, **sizes)
+    for parameter in alone.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.4)
+    if heads is not None:
+        shard_heads(alone, heads)
+    layer = ParallelCSA(alone, heads) if isinstance(alone, nn.CSA) else ParallelHCA(alone, heads)
+    shard = ContextShard.zigzag(s, context, multiple=max(layer.ratio, 1))
+    given = torch.randn(2, B, s, D_MODEL, generator=torch.Generator().manual_seed(1))
+    x = shard.split(given[0]).requires_grad_()
+    result = layer(x, shard, **call)
+    y, loss = result if isinstance(result, tuple) else (result, x.new_zeros(()))
+    ((y * shard.split(given[1])).sum() + loss).backward()
+    sum_gradients(layer.parameters(), context)
+    loss = loss.detach()
+    if context is not None:
+        dist.all_reduce(loss, group=context)
+    shared = {name: p.grad for name, p in layer.named_parameters() if heads is None or "compressor" in name}
+    found = {"y": y.detach(), "x": x.grad, "loss": loss, "positions": shard.positions}
+    return {**found, **{name: grad for name, grad in shared.items() if grad is not None}}
+
+
 def message(call: Callable[[], object]) -> str:
     try:
         call()
@@ -126,6 +171,13 @@ def compare(rank: int, folder: Path) -> dict[str, object]:
             result[scenario, s] = train(scenario, folder, s, 0, STEPS)
     result["data parallel"] = data_parallel(rank)
     result["packed"] = packed(None), packed(world)
+    for kind in HYBRID:
+        for s in (48, 29, 7):
+            result[kind, s] = hybrid(kind, s, None), hybrid(kind, s, world)
+        result[kind, "heads"] = hybrid(kind, 29, None), hybrid(kind, 29, None, world)
+    csa = ParallelCSA(nn.CSA(D_MODEL, 4, d=16, d_rope=8, o_groups=2, d_index=12))
+    unaligned = ContextShard.zigzag(17, world)
+    result["multiple"] = message(lambda: csa(unaligned.split(torch.zeros(B, 17, D_MODEL)), unaligned))
     result["s"] = message(lambda: ContextShard.zigzag(8 + rank, world))
     result["shape"] = message(lambda: ContextShard.zigzag(8, world).split(torch.zeros(B + rank, 8, D_MODEL)))
     return result

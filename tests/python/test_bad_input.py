@@ -189,7 +189,10 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
                 ({"window": None}, "window_kv and window are given together"),
                 ({"window_kv": None}, "window_kv and window are given together"),
                 ({"window": 0}, "window must be at least 1; got 0"),
-                ({"window_kv": np.zeros((17, 1, 41), np.float32)}, "window_kv must be float32 [s_w, h_kv=1, d_qk=40]; got"),
+                (
+                    {"window_kv": np.zeros((17, 1, 41), np.float32)},
+                    "window_kv must be float32 [s_w, h_kv=1, d_qk=40]; got",
+                ),
                 ({"window_kv": np.zeros((17, 1, 40))}, "window_kv must be float32 [s_w, h_kv=1, d_qk=40]; got float64"),
                 ({"w_start": None}, "w_start and w_end are given together"),
                 ({"w_end": None}, "w_start and w_end are given together"),

@@ -85,9 +85,26 @@ def test_packed_documents_come_out_as_on_one_rank(compared: list[dict[Any, Any]]
         torch.testing.assert_close(mine["loss"], alone["loss"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("s", [48, 29, 7, "heads"])
+@pytest.mark.parametrize("kind", ["window", "HCA", "CSA", "CSA warm-up"])
+def test_hybrid_attention_is_that_of_one_rank(compared: list[dict[Any, Any]], kind: str, s: int | str) -> None:
+    for results in compared:
+        alone, mine = results[kind, s]
+        positions = mine.pop("positions")
+        for name in ("y", "x"):
+            torch.testing.assert_close(mine.pop(name), alone[name][:, positions], rtol=1e-4, atol=1e-4, msg=name)
+        assert set(mine) <= set(alone)
+        assert len(mine) > 1
+        for name, value in mine.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_ranks_that_disagree_all_raise(compared: list[dict[Any, Any]]) -> None:
     for results in compared:
-        assert results["s"] == "ContextShard: s must be the same on every rank; got [8], [9] on ranks 0 … 1"
+        ranks = "must be the same on every rank; got [8, 1], [9, 1] on ranks 0 … 1"
+        assert results["s"] == f"ContextShard: s and multiple {ranks}"
+        expected = "ContextShard: multiple must be a multiple of ratio = 4; got a piece at 5"
+        assert results["multiple"] == expected
         assert results["shape"] == (
             "ContextShard.split: x's shape must be the same on every rank; got [2, 8, 32], [3, 8, 32] on ranks 0 … 1"
         )

@@ -19,18 +19,6 @@ Shape shape_of(const Blocks& blocks, std::int64_t d) {
   return shape;
 }
 
-Plan make_plan(const Problem& p) {
-  Plan plan{.shape = shape_of(p.blocks, p.d)};
-  if (p.blocks.n == 0) return plan;
-  // A long window has much to load once (its position_bias): CTAs stay. Of short windows a CTA takes a few.
-  const std::int64_t steps = ceil_div(p.blocks.n, plan.shape.rows());
-  const std::int64_t key_tiles =
-      plan.shape.groups == 1 ? steps : std::min(steps, ceil_div(std::int64_t{2} * p.device.sms, plan.shape.slabs));
-  plan.key_tile_rows = ceil_div(steps, key_tiles) * plan.shape.rows();
-  plan.key_tiles = ceil_div(p.blocks.n, plan.key_tile_rows);
-  return plan;
-}
-
 BackwardPlan make_plan(const BackwardProblem& p) {
   constexpr std::int64_t kMostPlaneBytes = std::int64_t{32} << 20;
   BackwardPlan plan;

@@ -3,7 +3,7 @@
 // vector   the 4 columns of a row that a thread has
 // group    threads that have the same entries of a window; each processes up to 8 entries at a time
 // slab     vectors of neighbouring columns that a CTA has
-// key tile consecutive compressed keys that a CTA computes one after another
+// key tile consecutive compressed keys of a CTA in the backward
 #pragma once
 
 #include <cstddef>
@@ -33,12 +33,6 @@ struct Shape {
   [[nodiscard]] HOPWELL_HOST_DEVICE int rows() const { return 1 << row_bits; }
 };
 Shape shape_of(const Blocks& blocks, std::int64_t d);
-
-struct Plan {
-  Shape shape;
-  std::int64_t key_tiles = 0, key_tile_rows = 0;
-};
-Plan make_plan(const Problem& p);
 
 struct BackwardPlan {
   Shape shape;

@@ -23,9 +23,9 @@ std::string unsupported(const Blocks& blocks, std::int64_t d) {
   return {};
 }
 
-runtime::PlanOr<Plan> plan(const Problem& p) {
+runtime::PlanOr<Shape> plan(const Problem& p) {
   if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
-  return make_plan(p);
+  return shape_of(p.blocks, p.d);
 }
 runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
   if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
@@ -73,20 +73,20 @@ void with_element(const View& kv, Function function) {
   kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
 }
 
-void launch(const Problem& p, const Plan& plan, void* /*workspace*/, Stream stream) {
+void launch(const Problem& p, const Shape& shape, void* /*workspace*/, Stream stream) {
   if (p.blocks.n == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
-    const ForwardParams<Element> params{.operands = operands_of<Element>(p, plan.shape),
+    const ForwardParams<Element> params{.operands = operands_of<Element>(p, shape),
                                         .out = p.out.data,
                                         .out_stride = p.out.stride[0],
-                                        .key_tile_rows = static_cast<int>(plan.key_tile_rows),
                                         .out_is_bf16 = p.out.dtype == DType::kBFloat16,
                                         .out_aligned = columns_aligned(p.out)};
     with_form(params.operands, params.operands.aligned, [&]<class T, class F>() {
       runtime::launch("kv_compress", kv_compress_forward<T, F>,
-                      {.grid = {static_cast<std::uint32_t>(plan.key_tiles), static_cast<std::uint32_t>(plan.shape.slabs)},
+                      {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.blocks.n, shape.rows())),
+                                static_cast<std::uint32_t>(shape.slabs)},
                        .threads = Config::kThreads,
-                       .shared_bytes = plan.shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>),
+                       .shared_bytes = shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>),
                        .programmatic_dependency = p.device.has_dependent_launches()},
                       stream, params);
     });

@@ -125,9 +125,9 @@ struct Stage {
 
 // position_bias of a thread's entries, if they are the same in every window: of the first ones, in registers. Registers do
 // not suffice for eight entries, nor beside fp32 entries.
-template <class T, class F>
+template <class T, class F, bool kKeep = true>
 struct Bias {
-  static constexpr int kKept = F::exact && sizeof(T) == 2 ? std::min(F::entries, 7) : 0;
+  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 7) : 0;
   Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
@@ -161,8 +161,9 @@ struct Entries {
   }
 
   // The entries that have been copied.
+  template <class AnyBias>
   HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from,
-                         const Bias<T, F>& bias)
+                         const AnyBias& bias)
       : stage(from) {
     const Batch<T, F> of(p, thread, batch);
     const bool any = window.made && thread.column < p.d;
@@ -172,8 +173,8 @@ struct Entries {
       const bool present = any && of.has(e, window.has_previous);
       const Columns<T> given = stage.gate[e][arch::thread_index()];
       Columns<float> added{};
-      if (e < Bias<T, F>::kKept)
-        added = bias.of_entry[e < Bias<T, F>::kKept ? e : 0];
+      if (e < AnyBias::kKept)
+        added = bias.of_entry[e < AnyBias::kKept ? e : 0];
       else if (present)
         added = of.bias(e, thread);
       HOPWELL_UNROLL

@@ -133,11 +133,11 @@ class KVCompressor(KeepsDtypes):
             cu_seqlens=documents.cu_seqlens,
             cu_compressed=cu_compressed,
         )
-        return self.finish(keys, start), cu_compressed
+        return self.finish(keys[None], start)[0], cu_compressed
 
     def finish(self, keys: Tensor, start: Tensor) -> Tensor:
-        """Norm and RoPE of pooled keys [n, d]; `start` as in `rotate`."""
-        return rotate_last(self.norm(keys)[None], self.d_rope, start, self.rope)[0]
+        """Norm and RoPE of pooled keys [b, n, d]; `start` as in `rotate`."""
+        return rotate_last(self.norm(keys), self.d_rope, start, self.rope)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """x [b, s, d_model] → keys [b·s // ratio, d], those of each sequence one after another.

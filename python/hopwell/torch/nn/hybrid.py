@@ -229,7 +229,8 @@ class CSA(HCA):
             index = self.indexer.project(tokens.detach(), latent.detach(), documents)
         if mode == "sparse":
             assert index is not None
-            indices, _ = ops.lightning_indexer(*(t.detach() for t in index), self.indexer.topk, **visible)
+            q_index, k_index, weights = (t.detach() for t in index)
+            indices, _ = ops.lightning_indexer(q_index, k_index, weights, self.indexer.topk, **visible)
             del ranges["k_start"], ranges["k_end"]  # the selected keys are visible
         out, lse = self.attend(q, kv, indices, window_kv.to(q.dtype), **ranges)
         y, loss = self.combine(out, start).view(x.shape), None

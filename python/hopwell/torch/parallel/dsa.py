@@ -188,6 +188,7 @@ def shard_heads(attention: nn.SparseMLA | nn.HCA, group: Group) -> None:
     def part(tensor: Tensor, dim: int = 0) -> torch.nn.Parameter:
         return torch.nn.Parameter(tensor.detach().chunk(ranks, dim)[rank].clone())
 
+    middle: nn.UpProjection | torch.nn.Linear
     if isinstance(attention, nn.SparseMLA):
         queries, middle, output = attention.heads_proj, attention.kv_b_proj, attention.o_proj
     else:

@@ -46,12 +46,12 @@ class _Segments:
     def join(self, x: Tensor, halo: Tensor) -> Tensor:
         """x [b, s_local, …] and its halo [b, halo, …] → [b, length, …]."""
         before_early, early, before_late, late = self.sizes
-        halos, pieces = halo.split([before_early, before_late], 1), x.split([early, late], 1)
+        halos, pieces = torch.split(halo, [before_early, before_late], 1), torch.split(x, [early, late], 1)
         return torch.cat([halos[0], pieces[0], halos[1], pieces[1]], 1)
 
     def part(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The reverse of `join`: [b, length, …] → x [b, s_local, …], halo [b, halo, …]."""
-        before_early, early, before_late, late = x.split(list(self.sizes), 1)
+        before_early, early, before_late, late = torch.split(x, list(self.sizes), 1)
         return torch.cat([early, late], 1), torch.cat([before_early, before_late], 1)
 
     def windows(self, b: int, device: torch.device) -> dict[str, Tensor]:
@@ -104,6 +104,7 @@ class _HybridAttention(torch.autograd.Function):
             window=options["window"],
             **options["ranges"],
         )
+        assert dkv is not None and d_rows is not None
         d_kv = options["blocks"].reduce(sum_over_ranks(dkv, heads).view(of_keys))
         d_rows = sum_over_ranks(d_rows, heads).view(of_window[0], segments.length, of_window[2])
         d_window, d_halo = segments.part(d_rows)
@@ -140,7 +141,7 @@ def own_keys(compressor: KVCompressor, x: Tensor, shard: ContextShard, blocks: C
         cu_seqlens=cu_seqlens,
         cu_compressed=cu_compressed,
     )
-    of_pieces = keys[: b * sum(counts)].view(b, sum(counts), -1).split(counts, 1)
+    of_pieces = torch.split(keys[: b * sum(counts)].view(b, sum(counts), -1), counts, 1)
     own = [of_piece[:, n // ratio :] for of_piece, n in zip(of_pieces, (before_early, before_late), strict=True)]
     positions = blocks.positions * ratio
     return compressor.finish(torch.cat(own, 1), positions - torch.arange(len(positions), device=device))
