@@ -34,6 +34,8 @@ DLDataType dlpack_type(DType dtype) {
       return {kDLBfloat, 16, 1};
     case DType::kInt32:
       return {kDLInt, 32, 1};
+    case DType::kInt64:
+      return {kDLInt, 64, 1};
     case DType::kFloat8E4m3:
       return {kDlpackFloat8E4m3fn, 8, 1};
     case DType::kFloat4E2m1x2:
@@ -145,6 +147,8 @@ double Array::get(std::int64_t position) const {
       return static_cast<double>(to_float(load<bfloat16>(at)));
     case DType::kInt32:
       return load<std::int32_t>(at);
+    case DType::kInt64:
+      return static_cast<double>(load<std::int64_t>(at));
     default:
       return load<std::uint8_t>(at);
   }
@@ -161,6 +165,8 @@ void Array::set(std::int64_t position, double value) {
       return store(at, rounded<bfloat16>(static_cast<float>(value)));
     case DType::kInt32:
       return store(at, static_cast<std::int32_t>(value));
+    case DType::kInt64:
+      return store(at, static_cast<std::int64_t>(value));
     default:
       return store(at, static_cast<std::uint8_t>(value));
   }
@@ -187,7 +193,7 @@ Array& Array::fill(double value) {
 }
 
 void Array::poison() {
-  const bool integral = dtype_ == DType::kInt32;
+  const bool integral = dtype_ == DType::kInt32 || dtype_ == DType::kInt64;
   const bool bytes = size_of(dtype_) == 1;
   fill(integral ? -0x5A5A5A5A : bytes ? 0x7F : std::numeric_limits<double>::quiet_NaN());
 }

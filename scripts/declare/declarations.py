@@ -25,6 +25,8 @@ DTYPES = {
     "bf16": "bfloat16",
     "int32": "int32",
     "uint8": "uint8",
+    "int8": "int8",
+    "int64": "int64",
     "fp8": "float8_e4m3fn",
     "fp4x2": "float4_e2m1fn_x2",
 }

@@ -12,7 +12,9 @@ DType dtype_of(const DLDataType& type) {
   if (is(kDLFloat, 16, 1)) return DType::kFloat16;
   if (is(kDLBfloat, 16, 1)) return DType::kBFloat16;
   if (is(kDLInt, 32, 1)) return DType::kInt32;
+  if (is(kDLInt, 64, 1)) return DType::kInt64;
   if (is(kDLUInt, 8, 1)) return DType::kUInt8;
+  if (is(kDLInt, 8, 1)) return DType::kInt8;
   if (is(kDlpackFloat8E4m3fn, 8, 1)) return DType::kFloat8E4m3;
   if (is(kDlpackFloat4E2m1fn, 4, 2)) return DType::kFloat4E2m1x2;
   return DType::kOther;
@@ -28,8 +30,12 @@ std::string dtype_name(DType type) {
       return "bfloat16";
     case DType::kInt32:
       return "int32";
+    case DType::kInt64:
+      return "int64";
     case DType::kUInt8:
       return "uint8";
+    case DType::kInt8:
+      return "int8";
     case DType::kFloat8E4m3:
       return "float8_e4m3fn";
     case DType::kFloat4E2m1x2:

@@ -8,7 +8,7 @@
 
 namespace hopwell {
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kInt32, kUInt8, kFloat8E4m3, kFloat4E2m1x2, kOther };
+enum class DType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUInt8, kInt8, kFloat8E4m3, kFloat4E2m1x2, kOther };
 
 DType dtype_of(const DLDataType& type);
 
@@ -19,6 +19,8 @@ std::string dtype_name(DType type);
 // Bytes per element; a pair of float4 is one byte.
 constexpr std::size_t size_of(DType type) {
   switch (type) {
+    case DType::kInt64:
+      return 8;
     case DType::kFloat32:
     case DType::kInt32:
       return 4;

@@ -122,6 +122,7 @@ const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
     {"normalize_l1", {"strided_in_place"}},
     {"kv_compress", {"documents"}},
     {"kv_compress_backward", {"documents", "v4_hca"}},
+    {"mla_cache_append", {"v32", "rotated_few"}},
 };
 
 TEST_P(OutOfMemory, IsAnError) {
