@@ -333,8 +333,6 @@ class Body:
 
     def allocation(self, output: Output) -> list[str]:
         name = self.local(output)
-        if must_be_given(output):
-            return [f'outputs.given("{name}", {name})']
         if output.allocation == "given":
             return [f"if {name} is not None:", f'    outputs.given("{name}", {name})']
         (dtype, option), shape = self.dtype(output), self.shape(output)

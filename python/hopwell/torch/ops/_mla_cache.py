@@ -66,6 +66,11 @@ def mla_cache_append(
 
     No gradient passes through the cache.
     """
+    if cache.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "mla_cache_append: cache requires grad, which what is written in place must not: detach() it, or call "
+            "under torch.no_grad()"
+        )
     scale = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
     rotation = positions, cos_sin, rope_offset, interleaved
     _append(kv, cache, slots, k_rope, *rotation, scale_format, *scale, backend)
@@ -125,16 +130,17 @@ def _values(
     if form == "one scale":
         scale = 1.0 if kv_scale is None else kv_scale
         return (at(0, d, d).view(torch.float8_e4m3fn).float() * scale).bfloat16()
+    plain = None
     if form == "v32":
         codes, scales = at(0, 656, 512), at(512, 656, 16).view(torch.float32)
-        plain = at(528, 656, 128 if d == 576 else 0)
+        plain = at(528, 656, 128) if d == 576 else None
     elif form == "v4":
         codes, scales, plain = at(0, 576, 448), _power(at(576 * block, 8, 7)), at(448, 576, 128)
     else:
-        codes, scales, plain = at(0, 512, 512), _power(at(512 * block, 16, 16)), at(0, 0, 0)
+        codes, scales = at(0, 512, 512), _power(at(512 * block, 16, 16))
     tiles = codes.view(torch.float8_e4m3fn).float().unflatten(1, (scales.shape[1], -1))
     values = (tiles * scales[:, :, None]).flatten(1).bfloat16()
-    return torch.cat([values, plain.view(torch.bfloat16)], 1)
+    return values if plain is None else torch.cat([values, plain.view(torch.bfloat16)], 1)
 
 
 def _power(exponents: Tensor) -> Tensor:
