@@ -154,6 +154,14 @@ const std::vector<Refusals>& all_refusals() {
        }},
       {"kv_compress", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
       {"kv_compress_backward", "sm80", {{"needs d that is a multiple of 8", "odd_width"}}},
+      {"mla_cache_append",
+       "sm80",
+       {
+           {"needs bfloat16 kv", "fp32_cache fp32_to_bf16 fp32_v32 fp32_v4"},
+           {"needs d that is a multiple of 4", "bf16_d_7"},
+           {"needs index keys of width 32, 64 or 128", "index_12"},
+           {"needs base and block stride of the cache in multiples of 4 bytes", "index_unaligned"},
+       }},
       {"nvfp4_linear_backward",
        "sm80",
        {

@@ -114,6 +114,11 @@ def is_parameter(argument: Argument) -> bool:
     return not (isinstance(argument, Output) and argument.allocation == "new")
 
 
+def must_be_given(output: Output) -> bool:
+    """Whether a call must have the array to be written, such as a cache."""
+    return output.allocation == "given" and not output.optional
+
+
 def arguments_of(operator: Operator) -> list[Argument]:
     """The arguments in the order of their declaration, with those that only Python has."""
     return flatten(a for a in operator.arguments if a != KEYWORD_ONLY)
@@ -137,7 +142,7 @@ def annotation(argument: Argument) -> str:
         kinds = {NumberOrTensor: "float | Array", Number: "float", Integer: "int", Boolean: "bool"}
         kind = next((text for cls, text in kinds.items() if isinstance(argument, cls)), "Array")
     absent = argument.optional if isinstance(argument, Tensor) else getattr(argument, "default", REQUIRED) is None
-    return f"{kind} | None" if absent or isinstance(argument, Output) else kind
+    return f"{kind} | None" if absent or (isinstance(argument, Output) and not must_be_given(argument)) else kind
 
 
 def default_of(argument: Argument, keyword_only: bool) -> str:

@@ -489,6 +489,8 @@ const Subject kSubjects[] = {
      3,
      7},
     {"lightning_indexer_backward_sm90", "emu:sm90", cases::lightning_indexer_backward, {"basic", "many_heads"}, 3, 12},
+    // More rows than a CTA lists at a time, and rows with equal slots.
+    {"mla_cache_append", "emu:sm80", cases::mla_cache_append, {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
     // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;
     // also without relu, where the entries wait for no signs.
     {"lightning_indexer_backward_sm90_groups",

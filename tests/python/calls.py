@@ -29,6 +29,12 @@ class Call:
     arguments: dict[str, Any]
     bounds: tuple[float, ...]
     outputs: tuple[str, ...] = field(default=())  # arguments through which results can be written in place
+    written: tuple[str, ...] = field(default=())  # arguments that a call must have, and writes
+
+    def given(self, **changes: Any) -> dict[str, Any]:
+        """The arguments with these changes, and with copies of the arrays that are written."""
+        copies = {name: self.arguments[name].copy() for name in self.written}
+        return {**self.arguments, **copies, **changes}
 
 
 def _normal(rng: Rng, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
@@ -172,6 +178,24 @@ def kv_compress_backward(rng: Rng, dtype: str) -> Call:
     arguments = {"d_out": _normal(rng, (9, 8), dtype), **_pooling(rng, dtype)}
     bounds = (_bound(dtype), _bound(dtype), 1e-4)
     return Call("kv_compress_backward", arguments, bounds, ("d_kv", "d_gate"))
+
+
+def mla_cache_append(rng: Rng, dtype: str) -> Call:
+    def grid(shape: tuple[int, ...], step: float) -> Any:  # a rotation by these has one right result
+        return rng.integers(-8, 9, shape) * step
+
+    arguments = {
+        "kv": grid((5, 512), 0.25).astype(DTYPES[dtype]),
+        "cache": _codes(rng, (3, 4, 656)),
+        "slots": np.array([7, 2, 11, -1, 12]),
+        "k_rope": grid((5, 64), 0.25).astype(DTYPES[dtype]),
+        "positions": np.array([0, 3, 5, 2, 1], np.int32),
+        "cos_sin": grid((6, 48), 0.125).astype(np.float32),
+        "rope_offset": 200,
+        "interleaved": False,
+        "scale_format": "fp32",
+    }
+    return Call("mla_cache_append", arguments, (0,), written=("cache",))
 
 
 def nvfp4_matmul(rng: Rng, dtype: str) -> Call:

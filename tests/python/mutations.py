@@ -30,6 +30,7 @@ TESTS = {
     "nvfp4": "test_reference_nvfp4.py",
     "lightning_indexer": "test_reference_lightning_indexer.py",
     "kv_compress": "test_reference_kv_compress.py",
+    "mla_cache": "test_reference_mla_cache.py",
 }
 
 
@@ -199,6 +200,24 @@ BUGS = [
         "of_bias.__setitem__((window.places[:, None], at), ",
         "d_position_bias of the last window alone",
     ),
+    Bug("mla_cache", "2.0**exponent < amax", "2.0**exponent <= amax", "a scale too large where amax is 448 times it"),
+    Bug("mla_cache", "np.where(np.isfinite(x), codes", "np.where(~np.isnan(x), codes", "infinities saturated"),
+    Bug("mla_cache", "np.signbit(quotient)", "quotient < 0", "the sign of zero dropped"),
+    Bug("mla_cache", '"ue8m0", -22', '"ue8m0", -13', "the least exponent of V3.2 for V4"),
+    Bug("mla_cache", "max(amax, float(np.float32(1e-4)))", "amax", "a scale of 0 for zeros"),
+    Bug("mla_cache", "block[place.unused] = 0", "pass", "unused bytes kept"),
+    Bug("mla_cache", "576 * block + 8 * i", "576 * block + 7 * i", "scales of V4 without their padding"),
+    Bug("mla_cache", "512 * block + 16 * i", "528 * i + 512", "scales of V4.1 beside their codes"),
+    Bug("mla_cache", "self.d * block + 4 * i", "self.d * (i + 1) + 4 * i", "scales of index rows beside their codes"),
+    Bug("mla_cache", "0 <= slot < self", "slot < self", "negative slots count from the end"),
+    Bug("mla_cache", "not 0 <= position < len", "not position < len", "negative positions count from the end"),
+    Bug(
+        "mla_cache", "reshape(-1, 2).T if interleaved", "reshape(-1, 2).T if not interleaved", "the other kind of pairs"
+    ),
+    Bug("mla_cache", "x1 * cosine + x0", "x1 * cosine - x0", "a rotation that is none"),
+    Bug("mla_cache", "first = d - r if", "first = 0 if", "RoPE of the first columns"),
+    Bug("mla_cache", "product.astype(ml_dtypes.bfloat16)", "product", "values not rounded to bf16"),
+    Bug("mla_cache", "stored == 255", "stored == 256", "the exponent byte 255 taken for a number"),
 ]
 
 

@@ -80,6 +80,11 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"kv_compress {name}, plain"] = *pool, 3, None, False, None, None, "float32"
         given = (x.detach() if isinstance(x, torch.Tensor) else x for x in packed)
         samples[f"kv_compress_backward {name}"] = torch.randn(4, 4).to(dtype), *given
+        rotation = torch.arange(3), torch.randn(4, 64), 448, False
+        rows = torch.randn(3, 512).to(dtype), torch.zeros(2, 4, 656, dtype=torch.uint8), torch.tensor([5, -1, 2])
+        samples[f"mla_cache_append {name}"] = *rows, torch.randn(3, 64).to(dtype), *rotation, "fp32"
+        one_scale = torch.zeros(2, 4, 512, dtype=torch.uint8), rows[2], *(None,) * 4, True, "pow2", torch.tensor(0.5)
+        samples[f"mla_cache_append {name}, one scale"] = rows[0].clone().requires_grad_(), *one_scale
         for layout in ("plain", "blocked"):
             samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
         samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)

@@ -3,7 +3,7 @@
 Same names and arguments as `hopwell.<operator>` (without `backend` and `stream`). Inputs are numpy arrays, those of
 `ml_dtypes` (bfloat16, float8_e4m3fn) among them, or anything that numpy can take through `__dlpack__`. Results are
 unrounded float64, whatever the storage dtype of the operator's outputs, so that they can judge any backend; only
-where the contract is about bits (indices, NVFP4 codes and scales) do they have the operator's dtype. An array given
+where the contract is about bits (indices, codes and scales) do they have the operator's dtype. An array given
 as `out=` and the like is written in its own dtype and returned.
 
 Values that a mask hides are never read here: unused rows and pages may hold NaN. Non-finite values in memory that
@@ -14,6 +14,7 @@ from .attention_distribution import attention_distribution, normalize_l1
 from .indexer_dense_loss import indexer_dense_loss
 from .kv_compress import kv_compress, kv_compress_backward
 from .lightning_indexer import lightning_indexer, lightning_indexer_backward
+from .mla_cache import mla_cache_append, read_mla_cache
 from .nvfp4 import (
     nvfp4_dequantize,
     nvfp4_gemv,
@@ -34,6 +35,7 @@ __all__ = [
     "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "mla_cache_append",
     "normalize_l1",
     "nvfp4_dequantize",
     "nvfp4_gemv",
@@ -43,6 +45,7 @@ __all__ = [
     "nvfp4_quantize",
     "pack_blocked_scales",
     "paged_attention",
+    "read_mla_cache",
     "sparse_mla_backward",
     "sparse_mla_forward",
     "unpack_blocked_scales",

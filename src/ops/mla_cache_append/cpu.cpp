@@ -1,5 +1,6 @@
 // mla_cache_append on the CPU: a row at a time. Equal slots have one owner, who writes their rows in order.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "ops/mla_cache_append/op.hpp"
@@ -38,14 +39,20 @@ void rotate(const Problem& p, const Rotation& rotation, const float* cos_sin, fl
   round_row(p, x, rotation.columns);
 }
 
+// An element of kv as bf16. One that is bf16 already keeps its bits, those of a NaN too.
+bfloat16 as_bf16(const Problem& p, float x) {
+  if (p.kv.dtype != DType::kBFloat16) return rounded<bfloat16>(x);
+  return {static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16)};
+}
+
 // Writes `count` elements in the type of a cache that is not quantised.
-void store_plain(DType type, const float* x, std::int64_t count, std::uint8_t* to) {
+void store_plain(const Problem& p, DType type, const float* x, std::int64_t count, std::uint8_t* to) {
   if (type == DType::kFloat32) {
     std::memcpy(to, x, unsigned_size(count) * sizeof(float));
     return;
   }
   for (std::int64_t i = 0; i < count; ++i) {
-    const bfloat16 element = rounded<bfloat16>(x[i]);
+    const bfloat16 element = as_bf16(p, x[i]);
     std::memcpy(to + 2 * i, &element, sizeof element);
   }
 }
@@ -74,13 +81,13 @@ void store_codes(const Problem& p, const mla_cache::Format& format, const float*
 
 void store_row(const Problem& p, std::int64_t slot, const float* x) {
   if (!p.format) {
-    store_plain(p.row_type, x, p.d, p.cache.row(slot, p.d * static_cast<std::int64_t>(size_of(p.row_type))));
+    store_plain(p, p.row_type, x, p.d, p.cache.row(slot, p.d * static_cast<std::int64_t>(size_of(p.row_type))));
     return;
   }
   const mla_cache::Format& format = *p.format;
   std::uint8_t* row = p.cache.row(slot, format.data_pitch);
   store_codes(p, format, x, row, p.cache.scales(slot, format));
-  store_plain(DType::kBFloat16, x + format.codes, format.plain, row + format.plain_at);
+  store_plain(p, DType::kBFloat16, x + format.codes, format.plain, row + format.plain_at);
   std::fill_n(row + format.data_pitch - format.reserved, format.reserved, std::uint8_t{0});
 }
 

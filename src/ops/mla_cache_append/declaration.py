@@ -35,7 +35,7 @@ mla_cache_append = Operator(
         ),
         Output(
             "cache",
-            "The cache, written in place.",
+            "The cache. What is in other slots stays as it is.",
             dtype="bf16 | fp32 (CPU) | uint8 | int8 | fp8",
             shape="[blocks, block, row] or [blocks, block, 1, row]",
             allocation="given",

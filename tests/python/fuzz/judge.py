@@ -380,6 +380,10 @@ def kv_compress_backward(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
+def mla_cache_append(a: dict[str, Any]) -> list[Expected]:
+    return [Expected("cache", reference.mla_cache_append(**a | {"cache": np.array(a["cache"])}))]
+
+
 def nvfp4_matmul(a: dict[str, Any]) -> list[Expected]:
     sizes = {"a": _sizes(a["a"]), "b": _sizes(a["b"]), "sfa": _scale_sizes(a["sfa"]), "sfb": _scale_sizes(a["sfb"])}
     size = reference.nvfp4_matmul(**sizes, scale_layout=a.get("scale_layout", "plain"))
@@ -424,7 +428,7 @@ def expect(call: FuzzedCall, backend: str = "cpu") -> Callable[[tuple[Any, ...]]
         keep = {
             name: value
             for name, value in arguments.items()
-            if name not in call.outputs or call.operator in ("sparse_mla_backward", "kv_compress")
+            if name not in call.outputs or call.operator in ("sparse_mla_backward", "kv_compress", "mla_cache_append")
         }
         expected = [on_backend(call.operator, one, backend) for one in _JUDGES[call.operator](keep)]
         if (

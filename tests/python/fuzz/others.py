@@ -14,8 +14,10 @@ from calls import as_torch, in_torch, results
 from hypothesis import strategies as st
 
 from .right import CALLS, FuzzedCall, arguments_of
+from .run import check_memory
 from .wrong import Wrong, WrongCall
 
+MUST_BE_GIVEN = {"mla_cache_append": ("cache",)}  # arguments that a call must have, and writes
 ONLY_IN_PLACE = ("attn", "accumulate")  # arguments that custom ops lack, because they write nothing in place
 WRONG_IN_TORCH = (
     Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice,
@@ -82,21 +84,36 @@ class OtherCall:
 def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
     """A valid call without outputs, and its arguments as other kinds of arrays."""
     call = draw(CALLS[operator]())
-    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, "accumulate"), (), call.memory)
+    call = _without_outputs(call, "accumulate")
     arrays = [name for name, value in call.arguments.items() if isinstance(value, np.ndarray)]
-    return OtherCall(call, {name: draw(st.integers(0, len(KINDS) - 1)) for name in arrays})
+    last = {name: 2 if name in call.outputs else len(KINDS) - 1 for name in arrays}  # the others cannot be written
+    return OtherCall(call, {name: draw(st.integers(0, last[name])) for name in arrays})
+
+
+def _without_outputs(call: FuzzedCall, *left_out: str) -> FuzzedCall:
+    """The call without the arguments that may be written, but with those that must."""
+    kept = MUST_BE_GIVEN.get(call.operator, ())
+    left_out = (*(name for name in call.outputs if name not in kept), *left_out)
+    return FuzzedCall(call.operator, arguments_of(call.arguments, *left_out), kept, call.memory)
 
 
 def check_other(other: OtherCall) -> None:
     call = other.call
-    arguments = call.arguments | {name: KINDS[kind](call.arguments[name]) for name, kind in other.kinds.items()}
     call.memory.remember()
     wanted = _bits(results(getattr(hopwell, call.operator)(**call.arguments)))
+    _check_and_restore(call)
+    arguments = call.arguments | {name: KINDS[kind](call.arguments[name]) for name, kind in other.kinds.items()}
     assert _bits(results(getattr(hopwell, call.operator)(**arguments))) == wanted, "other arrays give other bits"
+    _check_and_restore(call)
     tensors = {name: tensor_of(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
     assert _bits(_results_in_torch(call.operator, tensors)) == wanted, "hopwell.torch gives other bits"
-    for block in call.memory.blocks:
-        assert block.margin_holds() and block.bytes.tobytes() == block.before, "memory was written"
+    _check_and_restore(call)
+
+
+def _check_and_restore(call: FuzzedCall) -> None:
+    check_memory(call)
+    if call.outputs:
+        call.memory.restore()
 
 
 def _results_in_torch(operator: str, tensors: dict[str, Any]) -> tuple[Any, ...]:
@@ -131,7 +148,7 @@ def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]
 def wrong_torch_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
     call = draw(CALLS[operator]())
     left_out = () if operator == "normalize_l1" else ONLY_IN_PLACE  # its attn is the input
-    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, *left_out), (), call.memory)
+    call = _without_outputs(call, *left_out)
     kind = WRONG_IN_TORCH[draw(st.integers(0, len(WRONG_IN_TORCH) - 1))]
     blamed = kind(Wrong(draw, call))
     return None if blamed is None else WrongCall(call, f"{kind.__name__} {blamed[0]}", blamed, False)

@@ -19,6 +19,7 @@ INTEGERS: dict[str, tuple[int, ...]] = {  # and values that are out of range
     "q_start": (2**62, -(2**62), 2**63 - 1, -(2**63)),
     "window": (-1, -(2**63)),
     "topk": (-1, -(2**63), 2**62, 2**45),
+    "rope_offset": (-1, -(2**63), 2**62, 10**9),
 }
 REALS = (*declared.names("Number"), "d_loss")
 GLOBALS = tuple(set(declared.names("NumberOrTensor")) - {"d_loss"})
@@ -28,12 +29,13 @@ OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
     "row_weights", "q_scale", "k_scale", "position_bias", "cu_seqlens", "cu_compressed", "d_kv", "d_gate",
-    "window_kv", "w_start", "w_end", "d_window_kv",
+    "window_kv", "w_start", "w_end", "d_window_kv", "k_rope", "positions", "cos_sin", "rope_offset", "kv_scale",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
-    "row_weights", "k_scale", "cu_seqlens", "cu_compressed", "w_start", "w_end",
+    "row_weights", "k_scale", "cu_seqlens", "cu_compressed", "w_start", "w_end", "slots", "positions",
 )  # fmt: skip
+INTS_OF_ANY_WIDTH = ("slots", "positions")
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
 NO_INTEGERS = (1.5, "one", [1], 2**63, -(2**70), 10**400, b"1", 1j, np.float64(2.0))
@@ -144,6 +146,7 @@ class Wrong:
             ("k_start", "k_end"),
             ("cu_seqlens", "cu_compressed"),
             ("w_start", "w_end"),
+            ("positions", "cos_sin"),
             ("window_kv", "window", "d_window_kv"),  # the last one may be given, too
         )
         name = self.pick([name for pair in pairs for name in pair[:2] if name in self.arrays])
@@ -152,6 +155,8 @@ class Wrong:
     def dtype(self) -> tuple[str, ...] | None:
         name = self.pick(self.arrays)
         dtype = np.dtype(self.pick(NEVER_TAKEN))
+        if name in INTS_OF_ANY_WIDTH and dtype == np.int64:
+            return None
         return self.put(name, np.zeros(self.arguments[name].shape, dtype))
 
     def rank(self) -> tuple[str, ...] | None:
@@ -329,6 +334,13 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
     "kv_compress": _POOLING,
     "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
+    "mla_cache_append": {
+        "kv": "n columns!",
+        "k_rope": "n d_rope!",
+        "slots": "n",
+        "positions": "n",
+        "cos_sin": "max_positions r!",
+    },
 }
 _CACHES = {
     "nhd": ("blocks block h_kv d!",) * 2,
@@ -353,6 +365,8 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
         names["lse"] = names["q"].removesuffix(" d")
         names["bias"] = " h_q extent" if a.get("bias_kind") == "distance" else " h_q q_len extent"
         names["k_cache"], names["v_cache"] = _CACHES[a.get("layout", "nhd")]
+    if call.operator == "mla_cache_append":
+        names |= {"kv": "n columns!", "cache": "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!"}
     blocked = a.get("scale_layout") == "blocked"
     return {
         name: tuple(dims.split(" "))

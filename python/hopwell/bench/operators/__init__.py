@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..problem import Problem, Shape
 from .kv_compress import kv_compress, kv_compress_backward
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
+from .mla_cache import mla_cache_append
 from .nvfp4 import (
     nvfp4_dequantize,
     nvfp4_gemv,
@@ -70,6 +71,7 @@ OPERATORS = {
     "normalize_l1": Operator(normalize_l1, [{}], [{"rows": 1024}], {"rows": 16, "columns": 64}),
     "kv_compress": Operator(kv_compress, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
     "kv_compress_backward": Operator(kv_compress_backward, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
+    "mla_cache_append": Operator(mla_cache_append, [{}, {"n": 64}], [{"n": 1024}], {"n": 16}),
     "paged_attention": Operator(
         paged_attention,
         [

@@ -4,6 +4,7 @@ Every op has a fake kernel, so `torch.compile` traces through it without a graph
 `indexer_dense_loss`, `indexer_scores`, `kv_compress` and the scores of `lightning_indexer` are differentiable, and
 `nvfp4_linear` for x and bias. The functions here take tensors and return fresh tensors (an op that wrote into its
 arguments could not be differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too.
+`mla_cache_append` is the exception: it writes into its cache, and returns it.
 Custom ops know no keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
 
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
@@ -13,6 +14,7 @@ from ._indexer_dense_loss import indexer_dense_loss
 from ._indexer_scores import indexer_scores
 from ._kv_compress import kv_compress, kv_compress_backward
 from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
+from ._mla_cache import mla_cache_append, read_mla_cache
 from ._nvfp4 import (
     nvfp4_dequantize,
     nvfp4_gemv,
@@ -33,6 +35,7 @@ __all__ = [
     "kv_compress_backward",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "mla_cache_append",
     "normalize_l1",
     "nvfp4_dequantize",
     "nvfp4_gemv",
@@ -41,6 +44,7 @@ __all__ = [
     "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",
+    "read_mla_cache",
     "sparse_mla",
     "sparse_mla_backward",
     "sparse_mla_forward",

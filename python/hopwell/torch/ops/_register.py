@@ -25,13 +25,16 @@ _c = _torch._C
 _below_autograd = _c._AutoDispatchBelowAutograd
 
 
-def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def operator(
+    name: str, fake: Callable[..., Any], writes: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers a kernel and its fake as hopwell::<name>; the function that remains keeps the kernel's signature and
-    docstring. One of `differentiable`, `stop_gradient` and `no_gradient` says what its backward is.
+    docstring. One of `differentiable`, `stop_gradient` and `no_gradient` says what its backward is. A kernel that
+    writes into arguments returns None.
     """
 
     def register(kernel: Callable[P, R]) -> Callable[P, R]:
-        schema = torch.library.infer_schema(kernel, mutates_args=())
+        schema = torch.library.infer_schema(kernel, mutates_args=writes)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _library.impl(name, kernel, device)
