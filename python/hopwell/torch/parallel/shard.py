@@ -79,10 +79,9 @@ class ContextShard:
 
     def blocks(self, ratio: int) -> "ContextShard":
         """The shard of the whole blocks of `ratio` tokens, one row each. Every block has one owner."""
-        for first, _ in self.pieces:
-            require(
-                first % ratio == 0, "ContextShard", "multiple", f"a multiple of ratio = {ratio}", f"a piece at {first}"
-            )
+        for first, end in self.pieces:
+            aligned = first % ratio == 0 or end == first
+            require(aligned, "ContextShard", "multiple", f"a multiple of ratio = {ratio}", f"a piece at {first}")
         whole = tuple((first // ratio, end // ratio) for first, end in self.pieces)
         return ContextShard.of_pieces(self.s // ratio, self.group, whole, self.positions.device)
 
