@@ -20,7 +20,7 @@ def launch(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
     ranked = [[*command, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
     processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in ranked]
     try:
-        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=150)[1]]]
+        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=400)[1]]]
     finally:
         for process in processes:
             process.kill()
