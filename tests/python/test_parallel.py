@@ -20,7 +20,7 @@ def launch(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
     ranked = [[*command, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
     processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in ranked]
     try:
-        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=400)[1]]]
+        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=150)[1]]]
     finally:
         for process in processes:
             process.kill()
@@ -94,7 +94,7 @@ def test_hybrid_attention_is_that_of_one_rank(compared: list[dict[Any, Any]], ki
         for name in ("y", "x"):
             torch.testing.assert_close(mine.pop(name), alone[name][:, positions], rtol=1e-4, atol=1e-4, msg=name)
         assert set(mine) <= set(alone)
-        assert len(mine) > 1
+        assert "loss" in mine
         for name, value in mine.items():
             torch.testing.assert_close(value, alone[name], rtol=1e-4, atol=1e-4, msg=name)
 
