@@ -18,7 +18,7 @@ from .run import check_memory
 from .wrong import Wrong, WrongCall
 
 MUST_BE_GIVEN = {"mla_cache_append": ("cache",)}  # arguments that a call must have, and writes
-ONLY_IN_PLACE = ("attn", "accumulate")  # arguments that custom ops lack, because they write nothing in place
+ONLY_IN_PLACE = ("attn", "accumulate", "attn_with_sink")  # arguments that custom ops lack, because they write nothing in place
 WRONG_IN_TORCH = (
     Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice,
 )  # fmt: skip
@@ -84,7 +84,7 @@ class OtherCall:
 def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
     """A valid call without outputs, and its arguments as other kinds of arrays."""
     call = draw(CALLS[operator]())
-    call = _without_outputs(call, "accumulate")
+    call = _without_outputs(call, "accumulate", "attn_with_sink")
     arrays = [name for name, value in call.arguments.items() if isinstance(value, np.ndarray)]
     last = {name: 2 if name in call.outputs else len(KINDS) - 1 for name in arrays}  # the others cannot be written
     return OtherCall(call, {name: draw(st.integers(0, last[name])) for name in arrays})
