@@ -18,7 +18,8 @@ from .run import check_memory
 from .wrong import Wrong, WrongCall
 
 MUST_BE_GIVEN = {"mla_cache_append": ("cache",)}  # arguments that a call must have, and writes
-ONLY_IN_PLACE = ("attn", "accumulate", "attn_with_sink")  # arguments that custom ops lack, because they write nothing in place
+# Arguments that custom ops lack, because they write nothing in place.
+ONLY_IN_PLACE = ("attn", "accumulate", "attn_with_sink")
 WRONG_IN_TORCH = (
     Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice,
 )  # fmt: skip
