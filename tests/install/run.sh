@@ -44,6 +44,19 @@ for program in tests/install/operators/*.cpp; do
   passed=$((passed + 1))
 done
 
+# ---- a decode step of a serving engine: on the CPU, and in a CUDA graph if there is a CUDA toolkit and a GPU ----
+cmake -S tests/install/engine -B "$place/engine" -G Ninja -DCMAKE_PREFIX_PATH="$place/prefix" --log-level=WARNING >/dev/null
+cmake --build "$place/engine" >/dev/null
+"$place/engine/engine" >"$place/log" || { cat "$place/log"; echo "install test failed: engine" >&2; exit 1; }
+head -n 4 "$place/log" | diff tests/install/engine/output.txt - || { echo "install test failed: what engine prints" >&2; exit 1; }
+passed=$((passed + 1))
+if [ -x "$place/engine/engine_graph" ]; then
+  "$place/engine/engine_graph" >"$place/log" || { cat "$place/log"; echo "install test failed: engine_graph" >&2; exit 1; }
+  if grep -q '^no GPU' "$place/log"; then echo "install test: engine_graph: skipped, because there is no GPU"; else passed=$((passed + 1)); fi
+else
+  echo "install test: engine_graph: skipped, because there is no CUDA toolkit"
+fi
+
 # ---- kernels on the installed emulator: from this build, and from a build of the emulator alone ----
 fail() { echo "install test failed: $*" >&2; exit 1; }
 quietly() { "$@" >"$place/log" 2>&1 || { cat "$place/log"; fail "$*"; }; }

@@ -424,7 +424,8 @@ std::vector<Recorder::Interval> Recorder::without(const std::vector<Interval>& i
   std::vector<Interval> left;
   for (const Interval& interval : intervals) {
     double begin = interval.begin;
-    auto gap = std::upper_bound(gaps.begin(), gaps.end(), begin, [](double at, const Interval& g) { return at < g.end; });
+    auto gap =
+        std::upper_bound(gaps.begin(), gaps.end(), begin, [](double at, const Interval& g) { return at < g.end; });
     for (; gap != gaps.end() && gap->begin < interval.end; ++gap) {
       if (gap->begin > begin) left.push_back({begin, gap->begin});
       begin = gap->end;

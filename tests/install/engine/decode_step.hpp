@@ -22,11 +22,11 @@ constexpr std::int64_t kCache = kPages * kPage * kKvHeads * kHeadSize;
 // begin: memory
 // Memory of one layer, on the CPU or on a GPU. The engine allocates it once, for the largest batch.
 struct Memory {
-  DLDevice device;                           // {kDLCPU, 0}, or {kDLCUDA, number of the GPU}
-  bfloat16 *x, *qkv, *attended, *y;          // [b, kWidth], [b, kQkv], [b, kWidth], [b, kWidth]
-  bfloat16 *k_cache, *v_cache;               // [kPages, kPage, kKvHeads, kHeadSize]
-  std::uint8_t *qkv_weight, *qkv_scale;      // NVFP4: [kQkv, kWidth / 2] codes, [kQkv, kWidth / 16] scales
-  std::uint8_t *y_weight, *y_scale;          // [kWidth, kWidth / 2], [kWidth, kWidth / 16]
+  DLDevice device;                            // {kDLCPU, 0}, or {kDLCUDA, number of the GPU}
+  bfloat16 *x, *qkv, *attended, *y;           // [b, kWidth], [b, kQkv], [b, kWidth], [b, kWidth]
+  bfloat16 *k_cache, *v_cache;                // [kPages, kPage, kKvHeads, kHeadSize]
+  std::uint8_t *qkv_weight, *qkv_scale;       // NVFP4: [kQkv, kWidth / 2] codes, [kQkv, kWidth / 16] scales
+  std::uint8_t *y_weight, *y_scale;           // [kWidth, kWidth / 2], [kWidth, kWidth / 16]
   std::int32_t *block_tables, *context_lens;  // [b, kMaxPages], [b]
 };
 // end: memory
@@ -103,13 +103,17 @@ struct Arena {
   }
 };
 inline Memory divide(Arena& arena, DLDevice device) {
-  Memory m{.device = device};
+  Memory m{};
+  m.device = device;
   m.x = arena.take<bfloat16>(kMaxBatch * kWidth), m.qkv = arena.take<bfloat16>(kMaxBatch * kQkv);
   m.attended = arena.take<bfloat16>(kMaxBatch * kWidth), m.y = arena.take<bfloat16>(kMaxBatch * kWidth);
   m.k_cache = arena.take<bfloat16>(kCache), m.v_cache = arena.take<bfloat16>(kCache);
-  m.qkv_weight = arena.take<std::uint8_t>(kQkv * kWidth / 2), m.qkv_scale = arena.take<std::uint8_t>(kQkv * kWidth / 16);
-  m.y_weight = arena.take<std::uint8_t>(kWidth * kWidth / 2), m.y_scale = arena.take<std::uint8_t>(kWidth * kWidth / 16);
-  m.block_tables = arena.take<std::int32_t>(kMaxBatch * kMaxPages), m.context_lens = arena.take<std::int32_t>(kMaxBatch);
+  m.qkv_weight = arena.take<std::uint8_t>(kQkv * kWidth / 2),
+  m.qkv_scale = arena.take<std::uint8_t>(kQkv * kWidth / 16);
+  m.y_weight = arena.take<std::uint8_t>(kWidth * kWidth / 2),
+  m.y_scale = arena.take<std::uint8_t>(kWidth * kWidth / 16);
+  m.block_tables = arena.take<std::int32_t>(kMaxBatch * kMaxPages),
+  m.context_lens = arena.take<std::int32_t>(kMaxBatch);
   return m;
 }
 
@@ -122,9 +126,12 @@ inline void fill(const Memory& m) {
   std::fill_n(m.x, kMaxBatch * kWidth, to_bfloat16(1));
   std::fill_n(m.k_cache, kCache, to_bfloat16(0));
   for (std::int64_t i = 0; i < kCache; ++i) m.v_cache[i] = to_bfloat16(static_cast<float>(i / (kCache / kPages)));
-  std::fill_n(m.qkv_weight, kQkv * kWidth / 2, std::uint8_t{0x22}), std::fill_n(m.qkv_scale, kQkv * kWidth / 16, std::uint8_t{0x38});
-  std::fill_n(m.y_weight, kWidth * kWidth / 2, std::uint8_t{0x22}), std::fill_n(m.y_scale, kWidth * kWidth / 16, std::uint8_t{0x38});
-  const std::int32_t tables[kMaxBatch][kMaxPages] = {{2, 4}, {5, 7}, {9, 9, 9, 1}, {0, 3}}, lens[kMaxBatch] = {32, 5, 64, 17};
+  std::fill_n(m.qkv_weight, kQkv * kWidth / 2, std::uint8_t{0x22}),
+      std::fill_n(m.qkv_scale, kQkv * kWidth / 16, std::uint8_t{0x38});
+  std::fill_n(m.y_weight, kWidth * kWidth / 2, std::uint8_t{0x22}),
+      std::fill_n(m.y_scale, kWidth * kWidth / 16, std::uint8_t{0x38});
+  const std::int32_t tables[kMaxBatch][kMaxPages] = {{2, 4}, {5, 7}, {9, 9, 9, 1}, {0, 3}},
+                     lens[kMaxBatch] = {32, 5, 64, 17};
   std::copy_n(&tables[0][0], kMaxBatch * kMaxPages, m.block_tables);
   std::copy_n(lens, kMaxBatch, m.context_lens);
 }

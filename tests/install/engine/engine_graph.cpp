@@ -70,7 +70,8 @@ int main() {
   // begin: replay
   for (const std::int32_t length : {5, 32}) {
     host.context_lens[1] = length;
-    check(cudaMemcpyAsync(memory.context_lens, host.context_lens, sizeof(std::int32_t) * kMaxBatch, cudaMemcpyHostToDevice, stream));
+    check(cudaMemcpyAsync(memory.context_lens, host.context_lens, sizeof(std::int32_t) * kMaxBatch,
+                          cudaMemcpyHostToDevice, stream));
     check(cudaGraphLaunch(graphs[2 - 1], stream));  // the graph of 2 sequences
     check(cudaMemcpyAsync(host.y, memory.y, sizeof(bfloat16) * 2 * kWidth, cudaMemcpyDeviceToHost, stream));
     check(cudaStreamSynchronize(stream));
