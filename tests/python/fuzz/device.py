@@ -16,6 +16,7 @@ from .right import FuzzedCall
 _MARGIN = 512  # bytes of pattern on either side of a block
 _TORCH_DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32,
+    "int64": torch.int64, "int8": torch.int8,
     "uint8": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn,
 }  # fmt: skip
 # An operator allocates results and scratch memory in the framework of its first argument, so these are torch tensors.
@@ -67,7 +68,11 @@ class DeviceCall:
         dtype = next(name for name, dtype in _TORCH_DTYPES.items() if dtype == result.dtype)
         if result.numel() == 0:
             return np.empty(tuple(result.shape), _numpy_dtype(dtype))
-        integers = result.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[result.itemsize])
+        integers = (
+            result.cpu()
+            .contiguous()
+            .view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[result.itemsize])
+        )
         return integers.numpy().view(_numpy_dtype(dtype))
 
 
