@@ -43,7 +43,7 @@ def for_calls(operator: str, check: Callable[[right.FuzzedCall], None], count: i
 def view_of(array: Any) -> Any:
     """The array's bits by numpy, of what DLPack exports."""
     if isinstance(array, torch.Tensor):
-        return array.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[array.itemsize]).numpy()
+        return array.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.itemsize]).numpy()
     tensor = array._tensor
     strides = [stride * tensor.bits // 8 for stride in array._strides]
     span = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True)) + tensor.bits // 8

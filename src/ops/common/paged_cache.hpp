@@ -32,7 +32,7 @@ inline PagedCache check_paged_cache(Checker& check, const char* name, const DLTe
   const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
   check.require(block >= 1 && block <= 65'536, name, "in blocks of 1 to 65536 rows", block);
   check.require(blocks * block < (std::int64_t{1} << 31), name, "of less than 2^31 slots", blocks * block);
-  check.require(block == 1 || view.stride[1] == row, name, "contiguous inside a block",
+  check.require(blocks == 0 || block == 1 || view.stride[1] == row, name, "contiguous inside a block",
                 "a stride of rows that differs");
   PagedCache cache;
   cache.blocks = {view.as<std::uint8_t>(), blocks, block, view.stride[0] * bytes};
