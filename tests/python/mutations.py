@@ -183,6 +183,13 @@ BUGS = [
     Bug(
         "kv_compress", "np.concatenate([r, r])", "np.concatenate([r, r[::-1]])", "bias of the previous block backwards"
     ),
+    Bug(
+        "kv_compress",
+        "max(end - first, 0) // self.ratio",
+        "-(-max(end - first, 0) // self.ratio)",
+        "a tail makes a key",
+    ),
+    Bug("kv_compress", "min(key_end, n)", "n", "keys beyond their document's rows"),
     Bug("kv_compress", "absent, 0.0, self.kv", "False, 0.0, self.kv", "values of absent entries"),
     Bug("kv_compress", "(values - out))\n    return", "values)\n    return", "out dropped from d_position_bias"),
     Bug("kv_compress", "= weighted * (values - out)", "= weighted * values", "out dropped from d_gate"),

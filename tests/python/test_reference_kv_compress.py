@@ -87,3 +87,15 @@ def test_rows_that_out_does_not_have_are_left_out(rng: Generator) -> None:
     kv, gate = rng.standard_normal((8, 4)), rng.standard_normal((8, 4))
     whole = np.asarray(reference.kv_compress(kv, gate, 2))
     assert_close(reference.kv_compress(kv, gate, 2, out=np.zeros((3, 4))), whole[:3], 0)
+
+
+@pytest.mark.parametrize(("end", "made"), [(6, 2), (2, 1)], ids=["more rows than blocks", "fewer rows than blocks"])
+def test_a_document_writes_its_own_rows(rng: Generator, end: int, made: int) -> None:
+    """The second document has two whole blocks and a tail. Rows that it does not make are 0."""
+    kv, gate = (torch.from_numpy(rng.standard_normal((11, 4))) for _ in range(2))
+    packing = {"cu_seqlens": np.array([0, 5, 10], np.int32), "cu_compressed": np.array([0, 1, end], np.int32)}
+    out = np.asarray(reference.kv_compress(kv.numpy(), gate.numpy(), 2, **packing))
+    expected = np.zeros((5, 4))
+    expected[:1] = pooled(kv, gate, 2, False, [(0, 2)]).numpy()
+    expected[1 : 1 + made] = pooled(kv, gate, 2, False, [(5, 10)]).numpy()[:made]
+    assert_close(out, expected, 1e-12)
