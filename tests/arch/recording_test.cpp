@@ -31,10 +31,11 @@ std::vector<float> random_floats(size_t n) {
   return numbers;
 }
 
-LaunchRecord recorded(const emu::LaunchShape& shape, const std::function<void()>& kernel, uint64_t seed = 1) {
+LaunchRecord recorded(const emu::LaunchShape& shape, const std::function<void()>& kernel, uint64_t seed = 1,
+                      const emu::Rates& rates = kB200) {
   emu::Options options = test::options_for(seed);
   options.spurious_wakeups = 0;
-  Recording recording(kB200);
+  Recording recording(rates);
   const emu::Report report = emu::launch(shape, options, kernel);
   EXPECT_TRUE(report.clean()) << report.text();
   EXPECT_EQ(recording.launches.size(), 1U);
@@ -215,19 +216,24 @@ TEST(Recording, TimesDoNotDependOnTheSchedule) {
   for (uint64_t seed = 1; seed < 12; ++seed) EXPECT_EQ(ring(seed).end, end) << "seed " << seed;
 }
 
-// One lane copies. The other lanes have no copies to wait for, but the warp executes wait_group as one.
+// One lane copies, and its copies take longer than to issue them. The other lanes have no copies to wait for, but the
+// warp executes wait_group as one.
 TEST(Recording, AWarpWaitsForTheCopiesOfAnyLane) {
-  const std::vector<float> in = random_floats(4096);
-  const LaunchRecord launch = recorded({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, 4096 * 4 + 512}, [&] {
+  const std::vector<float> in = random_floats(64);
+  emu::Rates slow_copies = kB200;
+  slow_copies.gather_bytes = 1;
+  const auto kernel = [&] {
     const uint32_t base = shared_address(&dynamic_smem<float>()), lane = uint32_t(lane_index());
     if (lane == 0)
-      for (uint32_t i = 0; i < 4096; i += 4) cp_async<16>(base + 4 * i, &in[i]);
+      for (uint32_t i = 0; i < 64; i += 4) cp_async<16>(base + 4 * i, &in[i]);
     cp_async_commit();
     cp_async_wait<0>();
     if (lane > 0)
-      for (uint32_t i = 0; i < 3; ++i) store_shared_v4(base + 4096 * 4 + 16 * lane, {{i, i, i, i}});
+      for (uint32_t i = 0; i < 100; ++i) store_shared_v4(base + 64 * 4 + 16 * lane, {{i, i, i, i}});
     syncwarp();
-  });
+  };
+  const LaunchRecord launch =
+      recorded({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, 64 * 4 + 512}, kernel, /*seed=*/1, slow_copies);
   const emu::TimelineRow& warp = launch.rows.at(0);
   ASSERT_EQ(warp.name, "warp 0");
   const auto own = std::find_if(warp.waits.begin(), warp.waits.end(), [](const emu::Span& wait) {
@@ -236,6 +242,7 @@ TEST(Recording, AWarpWaitsForTheCopiesOfAnyLane) {
   ASSERT_NE(own, warp.waits.end());
   for (const emu::Span& busy : warp.busy)
     EXPECT_TRUE(busy.end <= own->begin || busy.begin >= own->end) << busy.begin << " to " << busy.end;
+  EXPECT_LT(own->begin, 100) << "the other lanes' 100 stores are drawn into the wait";
 }
 
 TEST(Recording, MapsTensorMemory) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <string_view>
+#include <tuple>
 
 #include "machine.hpp"
 
@@ -454,7 +455,10 @@ TimelineRow Recorder::row_of_warp(size_t warp) const {
     if (wait.barrier == kOwnCopies) blocked.push_back({wait.begin, wait.end});
   busy = without(busy, std::move(blocked));
   std::sort(busy.begin(), busy.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
-  std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) { return a.end < b.end; });
+  // The wait for copies comes first among those that end together: the others end because it does.
+  std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) {
+    return std::tuple(a.end, a.barrier != kOwnCopies, a.begin) < std::tuple(b.end, b.barrier != kOwnCopies, b.begin);
+  });
   for (const Interval& interval : busy) {
     if (row.busy.empty() || interval.begin > row.busy.back().end) {
       if (!row.busy.empty()) {
