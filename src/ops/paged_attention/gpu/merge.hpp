@@ -48,7 +48,7 @@ struct PartialSums {
   static constexpr int kValues = kTheValues;
   float maximum = -INFINITY, sum = 0, value[kValues] = {};
   HOPWELL_DEVICE void add(const PartialSums& other) {
-    const float larger = fmaxf(maximum, other.maximum), base = tile::finite_reference(larger);
+    const float larger = fmaxf(maximum, other.maximum), base = tile::finite_row_max(larger);
     const float mine = arch::exp2_approx(maximum - base), its = arch::exp2_approx(other.maximum - base);
     maximum = larger, sum = sum * mine + other.sum * its;
     for (int i = 0; i < kValues; ++i) value[i] = value[i] * mine + other.value[i] * its;
@@ -73,7 +73,7 @@ HOPWELL_DEVICE auto merge_partials(int count, const PartialOf& partial_of) {
     if (i < count) partial[i] = partial_of(i);
   HOPWELL_UNROLL
   for (int i = 0; i < kMost; ++i) all.maximum = fmaxf(all.maximum, partial[i].maximum);
-  const float base = tile::finite_reference(all.maximum);
+  const float base = tile::finite_row_max(all.maximum);
   HOPWELL_UNROLL
   for (int i = 0; i < kMost; ++i) {
     const float weight = arch::exp2_approx(partial[i].maximum - base);

@@ -174,7 +174,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kVectors, kTheKeys>,
       stats.sum += arch::shuffle_xor(stats.sum, mask);
     for (int mask = lanes * p.schedule.heads; mask < 32; mask *= 2) {  // lanes with other keys of the same head
       const float maximum = fmaxf(stats.maximum, arch::shuffle_xor(stats.maximum, mask));
-      const float weight = arch::exp2_approx(stats.maximum - tile::finite_reference(maximum));
+      const float weight = arch::exp2_approx(stats.maximum - tile::finite_row_max(maximum));
       stats.maximum = maximum, stats.sum *= weight;
       stats.sum += arch::shuffle_xor(stats.sum, mask);
       HOPWELL_UNROLL

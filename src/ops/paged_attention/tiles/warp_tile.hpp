@@ -61,7 +61,7 @@ struct RunningSoftmax {
   float maximum = -INFINITY, sum = 0;
   // Raises the maximum and returns exp2(logit − maximum). The caller multiplies earlier sums by `factor`.
   HOPWELL_DEVICE float update(float logit, float tile_maximum, float& factor) {
-    const float raised = fmaxf(maximum, tile_maximum), base = tile::finite_reference(raised);
+    const float raised = fmaxf(maximum, tile_maximum), base = tile::finite_row_max(raised);
     factor = arch::exp2_approx(maximum - base);
     const float p = arch::exp2_approx(logit - base);
     maximum = raised, sum = sum * factor + p;

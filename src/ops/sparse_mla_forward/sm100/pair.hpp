@@ -295,8 +295,8 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, co
   meet(at);
   const float max = fmaxf(own_max, maxima[at.half ^ 1][at.row]);
   softmax.max = fmaxf(softmax.max, max);
-  const float next = tile::next_reference(softmax.reference, max);
-  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
+  const float next = tile::next_row_max(softmax.row_max, max);
+  const float factor = tile::update_row_max(softmax.row_max, softmax.sum, next);
   if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, [&](int, int) { return factor; });
 }
 
@@ -335,7 +335,7 @@ HOPWELL_DEVICE void finish(const GatherParams& p, PairStorage<kDqk>& s, const Wo
     wait_out(s, last);
     arch::tcgen05_fence_after_thread_sync();
   }
-  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
+  const float lse = tile::lse_of(tile::finite_row_max(softmax.row_max), sum);
   store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
   if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(softmax.max, sum), lse);
   arch::tcgen05_fence_before_thread_sync();

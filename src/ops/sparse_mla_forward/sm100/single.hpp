@@ -1,7 +1,7 @@
 // sparse_mla_forward on Blackwell: the kernel for one query and 64 heads on one CTA.
 //
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
-//                                                     scores in units of log 2, m: row_max (here `reference`)
+//                                                     scores in units of log 2, m: row_max
 //
 // Tile      one query, 64 heads, 64 keys per step; d_qk 576 or 512. The keys in shared memory serve as K of S and V of
 //           O.
@@ -233,12 +233,12 @@ template <int kDqk>
 HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, const MathThread& at, const Step& step,
                                float own_max) {
   softmax.max = fmaxf(softmax.max, own_max);  // over this thread's keys
-  const bool moves = tile::next_reference(softmax.reference, own_max) != softmax.reference;
+  const bool moves = tile::next_row_max(softmax.row_max, own_max) != softmax.row_max;
   if (!any_moves(s, at, step.number, moves)) return;
   s.max[0][at.half][at.row] = own_max;
   meet();
-  const float next = tile::next_reference(softmax.reference, fmaxf(own_max, s.max[0][at.half ^ 1][at.row]));
-  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
+  const float next = tile::next_row_max(softmax.row_max, fmaxf(own_max, s.max[0][at.half ^ 1][at.row]));
+  const float factor = tile::update_row_max(softmax.row_max, softmax.sum, next);
   if (step.first) return;
   float factors[2];
   share_factors(factors, s, at, factor);
@@ -322,7 +322,7 @@ HOPWELL_DEVICE void finish(const GatherParams& p, SingleStorage<kDqk>& s, const 
     wait_out(s, last);
     arch::tcgen05_fence_after_thread_sync();
   }
-  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
+  const float lse = tile::lse_of(tile::finite_row_max(softmax.row_max), sum);
   share_factors(factors, s, at, output_scale(p, head, 1, sum, lse));
   store_out(p, s, work, at, steps, factors);
   if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(max, sum), lse);

@@ -7,7 +7,7 @@
 //
 // Q         As many columns as fit beside O are in tensor memory, duplicated in both halves of the lanes, each of which
 //           multiplies half of the keys. The other columns are in shared memory.
-// Softmax   row_max m (here `reference`) changes only when a row's maximum exceeds it by more than 8. Then O and the
+// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8. Then O and the
 //           sum are rescaled by exp2(m_old − m). P ≤ 2^8, which is as accurate in bf16 as P ≤ 1.
 //
 // Keys of invalid entries are −1: the copy engine fills their rows with zeros, and their P is 0.
@@ -178,7 +178,7 @@ HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, cons
 
 // Running softmax of a head. Both threads of a head have the same row_max.
 struct RunningSoftmax {
-  float reference = -INFINITY, max = -INFINITY, sum = 0;
+  float row_max = -INFINITY, max = -INFINITY, sum = 0;
 };
 
 // Scores of a step, in registers, in units of log 2; −inf if the entry is invalid.
@@ -199,9 +199,9 @@ HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, 
 template <class Storage, int kKeys>
 HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, const Step& step,
                             float (&x)[kKeys]) {
-  const float reference = tile::finite_reference(softmax.reference);
+  const float row_max = tile::finite_row_max(softmax.row_max);
   HOPWELL_UNROLL
-  for (int i = 0; i < kKeys; ++i) x[i] = arch::exp2_approx(x[i] - reference), softmax.sum += x[i];
+  for (int i = 0; i < kKeys; ++i) x[i] = arch::exp2_approx(x[i] - row_max), softmax.sum += x[i];
   if (Storage::kBuffers == 1 && !step.first) wait_out(s, step.number - 1);
   HOPWELL_UNROLL
   for (int v = 0; v < kKeys / 8; ++v) {

@@ -110,7 +110,7 @@ HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], So
     const int row = lane / 4 + 8 * r;
     float m = state.max[r];
     for (int w = 0; w < Config::kWarps; ++w) m = larger(m, s.partial[w][row]);
-    const float shift = tile::finite_reference(m);
+    const float shift = tile::finite_row_max(m);
     factor[r] = arch::exp2_approx(state.max[r] - shift);
     float e[2];
     for (int i = 0; i < 2; ++i) e[i] = s.valid[stage][column + i] ? arch::exp2_approx(d[2 * r + i] - shift) : 0;

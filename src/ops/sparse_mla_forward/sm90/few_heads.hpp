@@ -12,7 +12,7 @@
 //           math 1          Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ      independent of math 0
 //           gather 0  ▓▓▓▓        rope, columns of V ▓▓▓▓▓▓▓▓       ▓▓▓▓▓▓▓▓
 // Softmax   The keys of a head are spread over the warps of a warpgroup, so no warp knows the maximum. The warps use
-//           the current row_max (here `reference`). Only if a score exceeds it by more than 8 do they synchronise,
+//           the current row_max. Only if a score exceeds it by more than 8 do they synchronise,
 //           compute a new row_max, and recompute P.
 // Sums      of exponentials are exchanged through the RoPE panel, which is free after S. Afterwards a thread has the
 //           sum of one head over keys 2 c and 2 c + 1 of every eight, added as in many_heads.hpp.
@@ -89,7 +89,7 @@ HOPWELL_DEVICE int head_of(int i) { return i / 2 * 8 + arch::lane_index() % 4 * 
 // A thread's values for its heads, in units of log 2. max: over its own keys.
 template <class Storage>
 struct SoftmaxState {
-  float reference[Storage::kPairs][2], max[Storage::kPairs][2];
+  float row_max[Storage::kPairs][2], max[Storage::kPairs][2];
 };
 
 // Sums of one of the thread's heads over part of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even and odd
@@ -158,7 +158,7 @@ HOPWELL_DEVICE float mask_scores(float scale_log2, const uint32_t (&valid)[2], f
   for (int i = 0; i < 2 * Storage::kPairs; ++i) {
     max[i / 2][i % 2] = fmaxf(scores[i / 2 * 4 + i % 2], scores[i / 2 * 4 + 2 + i % 2]) * unit;
     heads.max[i / 2][i % 2] = fmaxf(heads.max[i / 2][i % 2], max[i / 2][i % 2]);
-    exceeds = exceeds || max[i / 2][i % 2] > heads.reference[i / 2][i % 2] + tile::kReferenceSlack;
+    exceeds = exceeds || max[i / 2][i % 2] > heads.row_max[i / 2][i % 2] + tile::kRescaleThreshold;
   }
   return unit;
 }
@@ -183,21 +183,20 @@ HOPWELL_DEVICE float max_of(const Storage& s, int self, int head) {
 
 // Updates row_max to the maxima over all 64 keys where these exceed it. Rescales O and the sums.
 template <class Storage>
-HOPWELL_DEVICE void move_references(Storage& s, int self, const float (&max)[Storage::kPairs][2],
-                                    SoftmaxState<Storage>& heads, PartialSums& partial,
-                                    float (&out)[Storage::kSlices][Storage::kHeads / 2]) {
+HOPWELL_DEVICE void update_row_max_of_heads(Storage& s, int self, const float (&max)[Storage::kPairs][2],
+                                            SoftmaxState<Storage>& heads, PartialSums& partial,
+                                            float (&out)[Storage::kSlices][Storage::kHeads / 2]) {
   float factor[Storage::kPairs][2];
   store_max(s, self, max);
   arch::barrier_sync(kWarpgroup + self, 128);
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * Storage::kPairs; ++i) {
-    float& reference = heads.reference[i / 2][i % 2];
-    factor[i / 2][i % 2] =
-        tile::move_reference(reference, tile::next_reference(reference, max_of(s, self, head_of(i))));
+    float& row_max = heads.row_max[i / 2][i % 2];
+    factor[i / 2][i % 2] = tile::update_row_max(row_max, tile::next_row_max(row_max, max_of(s, self, head_of(i))));
   }
   const float factor_of_sums = of_sums<Storage>(factor);
   HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) partial[i] = tile::shrunk(partial[i], factor_of_sums);
+  for (int i = 0; i < 2; ++i) partial[i] = tile::rescaled(partial[i], factor_of_sums);
   HOPWELL_UNROLL
   for (int i = 0; i < Storage::kSlices * Storage::kHeads / 2; ++i) {
     const int n = i % (Storage::kHeads / 2);
@@ -271,14 +270,13 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Tile& a
     float probabilities[Storage::kHeads / 2];
     HOPWELL_UNROLL
     for (int i = 0; i < Storage::kHeads / 2; ++i)
-      probabilities[i] =
-          arch::exp2_approx(fmaf(scores[i], unit, -tile::finite_reference(heads.reference[i / 4][i % 2])));
+      probabilities[i] = arch::exp2_approx(fmaf(scores[i], unit, -tile::finite_row_max(heads.row_max[i / 4][i % 2])));
     store_transposed(s, self, probabilities);
     arch::fence_proxy_async();
     store_sums(s, at, probabilities);
     arch::barrier_sync(kWarpgroup + self, 128);
     if (settled || (exceeded[0] != mark && exceeded[1] != mark && exceeded[2] != mark && exceeded[3] != mark)) break;
-    move_references(s, self, max, heads, partial, out);
+    update_row_max_of_heads(s, self, max, heads, partial, out);
   }
 }
 
@@ -330,7 +328,7 @@ HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int qu
   float total[2];
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) total[i] = (sums[i][0][head] + sums[i][1][head]) + (sums[i][2][head] + sums[i][3][head]);
-  const float sum = total[0] + total[1], lse = tile::lse_of(of_sums<Storage>(heads.reference), sum);
+  const float sum = total[0] + total[1], lse = tile::lse_of(of_sums<Storage>(heads.row_max), sum);
   const float max = tile::max_or_nan(max_of(s, self, head), sum);
   if (arch::lane_index() < 8 && warp < Storage::kPairs) {
     s.scale[self][head] = output_scale(p, head, 1, sum, lse);
@@ -377,7 +375,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
        number < p.work_tiles; number = tiles.next(p, number, stride)) {
     SoftmaxState<Storage> heads;
     HOPWELL_UNROLL
-    for (int i = 0; i < 2 * Storage::kPairs; ++i) heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY;
+    for (int i = 0; i < 2 * Storage::kPairs; ++i) heads.row_max[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY;
     PartialSums partial = {0, 0};
     Output<Storage> out{};
     const Tile first = tile_of(p, self, number_of_tile);

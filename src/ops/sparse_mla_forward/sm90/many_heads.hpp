@@ -1,7 +1,7 @@
 // sparse_mla_forward for Hopper, tiles of 64 heads.
 //
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
-//                                                     scores in units of log 2, m: row_max (here `reference`)
+//                                                     scores in units of log 2, m: row_max
 //
 // Tile      one query, 64 heads; a step is two tiles of 64 keys, A and B; d_qk 576 or 512. CTAs are persistent: see
 //           plan.hpp. 128 heads are two adjacent work tiles, which share keys in L2.
@@ -80,13 +80,13 @@ struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParam
 
   alignas(1024) unsigned char q[1][kHeads * kDqk * 2];
   alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P uses the last panel
-  float reference[kStages][kHeads];                                  // row_max of this tile's P
+  float row_max[kStages][kHeads];                                    // row_max of this tile's P
   float sum[kStages][kHeads], max[kStages][kHeads];                  // final values
   alignas(16) ValidRows valid[kStages];  // one bit per row of a gather warp; for groups, per member
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
   tile::RingBarriers<kStages> p_ring;
-  arch::mbarrier reference_full, sums_full, turn;
+  arch::mbarrier row_max_full, sums_full, turn;
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -98,10 +98,10 @@ using WorkTileOf = WorkTile<typename Storage::KernelParams>;
 // Softmax state of a thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: row_max and maximum in
 // units of log 2, and the sum over the thread's own columns.
 struct SoftmaxState {
-  float reference[2], max[2], sum[2];
+  float row_max[2], max[2], sum[2];
 
   /// Returns row_scale of the row's output.
-  HOPWELL_DEVICE float move_reference(int r, float to) { return tile::move_reference(reference[r], sum[r], to); }
+  HOPWELL_DEVICE float update_row_max(int r, float to) { return tile::update_row_max(row_max[r], sum[r], to); }
 };
 
 // S = Q Kᵀ: 64 heads, 64 keys, in the order in which the keys' panels arrive. The caller has waited for the first part
@@ -174,7 +174,7 @@ using Mask = std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask>;
 
 // Masks the scores and computes the maximum of each row, in log 2. Returns the unit of the scores in log 2.
 template <class Storage>
-HOPWELL_DEVICE float row_max(float scale_log2, const Mask<Storage>& mask, float (&scores)[32], float (&max)[2]) {
+HOPWELL_DEVICE float tile_row_max(float scale_log2, const Mask<Storage>& mask, float (&scores)[32], float (&max)[2]) {
   const int column = arch::lane_index() % 4 * 2;
   float unit = scale_log2;
   if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group is complete for all members
@@ -202,7 +202,7 @@ HOPWELL_DEVICE float row_max(float scale_log2, const Mask<Storage>& mask, float 
 
 // Replaces scores by probabilities.
 HOPWELL_DEVICE void exponentiate(float unit, float (&scores)[32], SoftmaxState& state) {
-  const float shift[2] = {tile::finite_reference(state.reference[0]), tile::finite_reference(state.reference[1])};
+  const float shift[2] = {tile::finite_row_max(state.row_max[0]), tile::finite_row_max(state.row_max[1])};
   float sums[2][4];
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
@@ -254,9 +254,9 @@ HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities
 
 // Reads the other warpgroup's row_max for rows `row` and `row + 8`. `factor`: row_scale of O before that tile.
 template <class Storage>
-HOPWELL_DEVICE void take_reference(Storage& s, int stage, int row, SoftmaxState& state, float (&factor)[2]) {
+HOPWELL_DEVICE void receive_row_max(Storage& s, int stage, int row, SoftmaxState& state, float (&factor)[2]) {
   HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) factor[r] = state.move_reference(r, s.reference[stage][row + 8 * r]);
+  for (int r = 0; r < 2; ++r) factor[r] = state.update_row_max(r, s.row_max[stage][row + 8 * r]);
 }
 
 // Converts scores to probabilities. row_max changes if a row's maximum exceeds it; the high warpgroup starts from the
@@ -266,14 +266,14 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
                             SoftmaxState& state, float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max<Storage>(p.scale_log2, mask, scores, max);
+  const float unit = tile_row_max<Storage>(p.scale_log2, mask, scores, max);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     state.max[r] = fmaxf(state.max[r], max[r]);
-    factor[r] = state.move_reference(r, tile::next_reference(state.reference[r], max[r]));
-    if (lane % 4 == 0) s.reference[self][row + 8 * r] = state.reference[r];
+    factor[r] = state.update_row_max(r, tile::next_row_max(state.row_max[r], max[r]));
+    if (lane % 4 == 0) s.row_max[self][row + 8 * r] = state.row_max[r];
   }
-  if (self == 0) tile::arrive_warp(s.reference_full);
+  if (self == 0) tile::arrive_warp(s.row_max_full);
   exponentiate(unit, scores, state);
 }
 
@@ -295,7 +295,7 @@ HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Stor
   for (int r = 0; r < 2; ++r) {
     const int row = first + 8 * r, head = work.first_head + row;
     const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
-    const float lse = tile::lse_of(state.reference[r], total), max = tile::max_or_nan(both, total);
+    const float lse = tile::lse_of(state.row_max[r], total), max = tile::max_or_nan(both, total);
     scale[r] = output_scale(p, head_with_sink(p, head), 1, total, lse);
     if (self == 0 && lane % 4 == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
   }
@@ -466,8 +466,8 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
           if (i == 0) work.steps = s.steps[self][0];
         }
         if (self == 0) return;
-        arch::mbarrier_wait(s.reference_full, parity);
-        take_reference(s, 0, row, state, remote_factor);
+        arch::mbarrier_wait(s.row_max_full, parity);
+        receive_row_max(s, 0, row, state, remote_factor);
       };
       if (self == 0 || has_second_tile<Storage>(work, i))
         multiply_scores(s, self, parity, scores, prepare_softmax);
@@ -479,16 +479,16 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       HOPWELL_NO_UNROLL
       for (int stage = 0; stage < kStages; ++stage) {
         Probabilities probabilities = own;
-        float shrink[2] = {factor[0], factor[1]};
+        float row_scale[2] = {factor[0], factor[1]};
         if (stage != self) {
           load_p(s, stage, parity, probabilities);
           if (self == 1)
-            shrink[0] = remote_factor[0], shrink[1] = remote_factor[1];
+            row_scale[0] = remote_factor[0], row_scale[1] = remote_factor[1];
           else
-            take_reference(s, 1, row, state, shrink);
+            receive_row_max(s, 1, row, state, row_scale);
         }
         if (stage == 0 || has_second_tile<Storage>(work, i))
-          multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
+          multiply_values(s, self, stage, probabilities, row_scale, out, i == 0 && stage == 0,
                           Storage::kBoxes || i < work.steps - 1 || stage == 0, [&] {
                             if (self == 0 && stage == 1 && i < work.steps - 1) await_tile(parity ^ 1);
                           });
@@ -511,7 +511,7 @@ HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
   arch::mbarrier_init(s.q_empty, 2 * kWarps);
   s.key_ring.init(kGatherThreads, kWarps, kWarps);
   s.p_ring.init(kWarps, kWarps);
-  arch::mbarrier_init(s.reference_full, kWarps);
+  arch::mbarrier_init(s.row_max_full, kWarps);
   arch::mbarrier_init(s.turn, kWarps);
   arch::mbarrier_init(s.sums_full, 2 * kWarps);
   arch::fence_mbarrier_init();
