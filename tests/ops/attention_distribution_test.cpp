@@ -172,7 +172,7 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   EXPECT_FALSE(with([](Problem& x) { x.s_kv = 64 << 10; }).throttles ||
                with([](Problem& x) { x.s_kv = 96 << 10; }).throttles);
   EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).throttles);
-  p.indices_ascending = true;  // order is what a pace needs, and nothing else does
+  p.indices_ascending = true;  // order is what throttling needs, and nothing else does
   EXPECT_FALSE(ordering_of(p).orders_rows || with([](Problem& x) { x.s_kv = 96 << 10; }).orders_rows);
   EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).throttles);
   p.indices_ascending = false;

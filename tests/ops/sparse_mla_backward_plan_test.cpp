@@ -197,7 +197,7 @@ TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution
   EXPECT_TRUE(!alone.distribution && alone.window_distribution && !alone.orders_rows);
 }
 
-TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
+TEST(SparseMlaBackwardPlan, OrderAndThrottleFollowL2) {
   const auto plan = [](std::int64_t s_kv, int sms, std::size_t l2_bytes) {
     Problem p = problem_of(4096, 64, s_kv, 2048, sms);
     p.device.l2_bytes = l2_bytes;
@@ -207,8 +207,8 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
     EXPECT_FALSE(plan(8 << 10, sms, 60 * kMiB).ascending);
     for (const std::int64_t s_kv : {32 << 10, 64 << 10, 128 << 10}) {
       const Plan large = plan(s_kv, sms, 60 * kMiB);
-      EXPECT_TRUE(large.ascending && large.orders_rows && large.paces);
-      EXPECT_EQ(large.pace_slack, s_kv == 32 << 10 ? 3 : 1);
+      EXPECT_TRUE(large.ascending && large.orders_rows && large.throttles);
+      EXPECT_EQ(large.max_lead, s_kv == 32 << 10 ? 3 : 1);
     }
     EXPECT_FALSE(plan(32 << 10, sms, 126 * kMiB).ascending);
     EXPECT_TRUE(plan(8 << 10, sms, 10 * kMiB).ascending);
@@ -216,7 +216,7 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   Problem ascending = problem_of(4096, 64, 32 << 10, 8192, 132);
   EXPECT_FALSE(make_plan(ascending, kHopper).ascending);  // too long to be put in order
   ascending.indices_ascending = true;
-  EXPECT_TRUE(make_plan(ascending, kHopper).paces);
+  EXPECT_TRUE(make_plan(ascending, kHopper).throttles);
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
@@ -285,7 +285,7 @@ TEST(SparseMlaBackwardPlan, FewQueriesDoNotClearSumsWhileTheyAreOrdered) {
     p.deterministic = true;
     const Plan plan = make_plan(p, kHopper);
     EXPECT_TRUE(plan.orders_rows);
-    EXPECT_EQ(plan.paces, s_q >= 132);
+    EXPECT_EQ(plan.throttles, s_q >= 132);
     return plan.order_clears_sums;
   };
   EXPECT_FALSE(clears(1));
@@ -327,7 +327,7 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
       for (const std::int64_t s_kv : {8 << 10, 32 << 10, 64 << 10, 128 << 10}) {
         const bool streams = h_q == 64 && s_kv == 128 << 10;
         EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).streams_keys, streams);
-        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).pace_slack == 0, streams);
+        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).max_lead == 0, streams);
       }
     }
   }
@@ -337,7 +337,7 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
     const Plan busy = plan(h_q == 64 ? 3352 : 1600, h_q, s_kv, false, h_q == 64 ? kHopper : kStreamsKeys);
     EXPECT_FALSE(busy.prefetches_sums);
     EXPECT_FALSE(busy.streams_keys);
-    EXPECT_EQ(busy.pace_slack, 1);
+    EXPECT_EQ(busy.max_lead, 1);
   }
   const Plan shared = plan(3352, 16, 128 << 10, true);  // neighbours' keys meet in L2
   EXPECT_TRUE(shared.prefetches_sums);
@@ -449,7 +449,7 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     p.accumulate = accumulate;
     p.attn_sink = p.d_sink = view(DType::kFloat32, {16});
     const Plan plan = make_plan(p, kMergesRows);
-    ASSERT_TRUE(plan.orders_rows && plan.paces);
+    ASSERT_TRUE(plan.orders_rows && plan.throttles);
     EXPECT_EQ(plan.turning_tiles, 0);
     const Workspace& w = plan.workspace;
     const std::size_t entries = 75UL * 4 * 2048;

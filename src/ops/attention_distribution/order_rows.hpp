@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-constexpr int kMaxLead = 1;  // steps of the pace
+constexpr int kMaxLead = 1;  // steps
 
 struct OrderParams {
   tile::SelectionParams selection;
@@ -39,11 +39,11 @@ inline void order_rows(const Problem& problem, const Ordering& ordering, Params&
                                   runtime::at_offset<uint16_t>(workspace, ordering.sources),
                                   runtime::at_offset<int>(workspace, ordering.lengths)};
   if (ordering.throttles)
-    p.pace = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kMaxLead, p.plan.whole_queries,
-              ordering.steps};
+    p.throttle = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kMaxLead,
+                  p.plan.whole_queries, ordering.steps};
   runtime::launch("attention_distribution", order_row,
                   runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,
-                  OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.pace.progress, p.plan.ctas});
+                  OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.throttle.progress, p.plan.ctas});
   p.selection = tile::ordered_selection_of(p.selection, ordered), p.sources = ordered.sources;
 }
 

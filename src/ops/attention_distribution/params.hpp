@@ -9,7 +9,7 @@
 #include "runtime/launch.hpp"
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/numbers.hpp"
-#include "tile/gpu/pacing.hpp"
+#include "tile/gpu/throttle.hpp"
 #include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
@@ -31,7 +31,7 @@ struct Params {
   float scale_log2;  // sm_scale · log2(e)
   Plan plan;
   const uint16_t* sources;  // [s_q, topk]: destination of an entry's sum, if rows are sorted by key
-  tile::Pace pace;
+  tile::Throttle throttle;
 };
 
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {

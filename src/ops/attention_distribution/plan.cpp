@@ -37,7 +37,7 @@ namespace {
 // Throttling costs more than it spares where CTAs stay together by themselves.
 constexpr double kNanosecondsOfEntry = 0.13, kNanosecondsOfEntryOfManyHeads = 0.215;
 constexpr int kMeasuredSms = 132;
-constexpr double kLoadOfOrder = 1, kLoadOfPace = 1.35;
+constexpr double kLoadOfOrder = 1, kLoadOfThrottle = 1.35;
 constexpr std::int64_t kLeastOrderedTopk = 256;
 
 // L2 holds two copies of the keys that both of its halves read. 0 if the bandwidth of memory is not known.
@@ -50,7 +50,7 @@ double memory_load(const Problem& p) {
 }
 
 // True if CTAs stay together well enough without throttling.
-bool stays_together(const Problem& p) { return p.h_q > kTileHeads || memory_load(p) <= kLoadOfPace; }
+bool stays_together(const Problem& p) { return p.h_q > kTileHeads || memory_load(p) <= kLoadOfThrottle; }
 
 // The emulator's own profile, which is no chip and knows no bandwidth, sorts two rows or more if the keys do not fit in
 // its L2. Rows that ascend are only copied if CTAs throttle: that needs rows with a known number of valid entries.
@@ -68,7 +68,7 @@ Ordering ordering_of(const Problem& p) {
   Ordering o;
   o.orders_rows = orders_rows(p);
   if (!o.orders_rows) return o;
-  o.steps = static_cast<int>((p.topk + kTileKeys * kPaceTiles - 1) / (kTileKeys * kPaceTiles));
+  o.steps = static_cast<int>((p.topk + kTileKeys * kThrottleTiles - 1) / (kTileKeys * kThrottleTiles));
   // The count of all steps must fit.
   o.throttles = !stays_together(p) && p.device.concurrent_ctas && p.s_q * o.steps < std::int64_t{1} << 31;
   runtime::WorkspaceLayout layout;

@@ -8,7 +8,7 @@
 namespace hopwell::ops::attention_distribution {
 
 inline constexpr int kTileKeys = 64, kTileHeads = 64, kHeadsAtATime = 2 * kTileHeads;
-inline constexpr int kPaceTiles = 4;  // tiles of keys between two reads of the throttle's progress
+inline constexpr int kThrottleTiles = 4;  // tiles of keys between two reads of the throttle's progress
 
 // CTA b processes work tiles b, b + ctas, b + 2 ctas, … In full waves of CTAs a work tile is a whole query. The index
 // rows of the remaining queries are split, so that no CTA idles.
@@ -44,7 +44,7 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
 // workspace.
 struct Ordering {
   bool orders_rows = false, throttles = false;
-  int steps = 0;                                   // of a query: a step is kPaceTiles tiles of keys
+  int steps = 0;                                   // of a query: a step is kThrottleTiles tiles of keys
   std::size_t rows = 0, sources = 0, lengths = 0;  // see tile/gpu/order_rows.hpp
   std::size_t progress = 0;                        // sum of the steps of all CTAs
   std::size_t bytes = 0;

@@ -66,7 +66,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
     }
     if constexpr (kOrdered) {
       normalize_ordered_row(p, work);
-      if (lane == 0 && p.pace.has(number)) p.pace.count_missing(entries.tiles(kTileKeys * kPaceTiles));
+      if (lane == 0 && p.throttle.has(number)) p.throttle.count_missing(entries.tiles(kTileKeys * kThrottleTiles));
     } else {
       finish_row(p, work, entries, total);
     }

@@ -43,7 +43,7 @@ struct Params {
   bool prefetches_sums;                    // prefetch_dkv_accum: to L2
   bool streams_keys;                       // kv_evict_first: rows of kv leave L2 first
   bool attn_with_sink;                     // attn sums exp(score − lse') instead of exp(score − lse)
-  int wave, pace_slack;                    // CTAs per wave, and max_lead in steps: tile/gpu/pacing.hpp
+  int wave, max_lead;                      // CTAs per wave, and steps: tile/gpu/throttle.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
   float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
   float sm_scale, scale_log2;              // and sm_scale · log2(e)
@@ -124,8 +124,8 @@ inline Params params_of(const Problem& problem, const Plan& plan, void* workspac
   p.heads_of_member = p.h_q;
   p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
   p.attn_with_sink = problem.attn_with_sink;
-  if (plan.paces)
-    p.progress = runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), p.pace_slack = plan.pace_slack;
+  if (plan.throttles)
+    p.progress = runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), p.max_lead = plan.max_lead;
   if (problem.d_sink) p.sink_parts = runtime::at_offset<float>(workspace, plan.workspace.sink_parts);
   p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;
   if (plan.sums == DkvSums::fixed_point) {

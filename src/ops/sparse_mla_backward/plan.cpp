@@ -55,7 +55,7 @@ constexpr Rule kAscending{2, 3};
 constexpr Rule kEvictsKeysFirst{2, 3, 0.55};
 constexpr Rule kPrefetches{2, 1, 0.4, 0.75}, kPrefetchesAndEvicts{2, 1, 0.3}, kPrefetchesForSharedKeys{10, 3};
 constexpr std::int64_t kLeastOrderedTopk = 256;
-constexpr std::int64_t kPartOfL2 = 8, kMostPaceSlack = 8;  // largest lead of a CTA: an eighth of L2, 1 to 8 steps
+constexpr std::int64_t kPartOfL2 = 8, kMostLead = 8;  // largest lead of a CTA: an eighth of L2, 1 to 8 steps
 constexpr double kNanosecondsOfKey = 110;  // of one query, where all is in L2: 104 for a pair, 118 for a CTA (H100)
 
 // The part of a main kernel's time in which memory is busy. CTAs of a wave that run in step fetch each key's row of kv
@@ -73,7 +73,7 @@ double memory_share(const Problem& p, int ctas) {
 bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 
 // The largest lead of a CTA, so that the rows of dkv_accum that CTAs add to stay in L2, and how misses are hidden.
-void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
+void plan_throttle(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double memory = ascending_pays ? memory_share(p, ctas) : 0;
   const bool can_evict = needs_sums(p) && kernels.single_streams_keys && ctas == 1;
@@ -83,7 +83,7 @@ void plan_pace(Plan& plan, const Problem& p, const MainKernels& kernels, bool as
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   const std::int64_t steps =
       static_cast<std::int64_t>(p.device.l2_bytes) / kPartOfL2 / std::max<std::int64_t>(step_bytes, 1);
-  plan.pace_slack = plan.streams_keys ? 0 : static_cast<int>(std::clamp<std::int64_t>(steps, 1, kMostPaceSlack));
+  plan.max_lead = plan.streams_keys ? 0 : static_cast<int>(std::clamp<std::int64_t>(steps, 1, kMostLead));
 }
 
 // The order in which CTAs go through keys, and the largest lead of a CTA.
@@ -101,8 +101,8 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   // The count of all steps must fit.
   const std::int64_t steps =
       p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(most_entries(p), kernels.keys);
-  plan.paces = plan.ascending && pays && p.device.concurrent_ctas && steps < kLimit;
-  plan_pace(plan, p, kernels, plan.ascending && pays);
+  plan.throttles = plan.ascending && pays && p.device.concurrent_ctas && steps < kLimit;
+  plan_throttle(plan, p, kernels, plan.ascending && pays);
 }
 
 // A wave that goes the other way through keys than the one before finds in L2 what that one added to last. Not with two
@@ -173,7 +173,7 @@ void lay_out(Plan& plan, const Problem& p) {
   if (plan.orders_rows) w.lengths = layout.reserve(4 * p.s_q);
   if (plan.orders_rows && p.attn && !plan.distribution) w.sources = layout.reserve(2 * p.s_q * p.topk);
   w.merged_rows = place_merged_rows(plan.groups, p.topk, layout);
-  if (plan.paces) w.progress = layout.reserve(2 * sizeof(std::uint32_t));
+  if (plan.throttles) w.progress = layout.reserve(2 * sizeof(std::uint32_t));
   w.dq_slices = layout.reserve(std::max(dq_bytes(plan.pairs), dq_bytes(plan.singles)));
   plan.workspace_bytes = layout.bytes;
 }

@@ -86,8 +86,8 @@ struct Plan {
   bool orders_rows = false;        // … which the rows must be brought into
   bool order_clears_sums = false;  // by the pass that orders rows, which has enough CTAs
   int turning_tiles = 0;           // of a wave, where every other wave's rows descend instead; or 0
-  bool paces = false;              // … and at one speed: tile/gpu/pacing.hpp
-  int pace_slack = 0;              // steps that a CTA may be ahead
+  bool throttles = false;          // … and throttled: tile/gpu/throttle.hpp
+  int max_lead = 0;                // steps that a CTA may lead the average of its wave
   bool prefetches_sums = false;    // to L2, a step ahead
   bool streams_keys = false;       // rows of kv leave L2 before sums do
   QueryGroups groups;              // whose rows are merged

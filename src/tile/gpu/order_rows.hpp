@@ -1,4 +1,4 @@
-// Sorts a query's valid keys into 32 ascending ranges of keys, so that throttled CTAs (tile/gpu/pacing.hpp) share rows
+// Sorts a query's valid keys into 32 ascending ranges of keys, so that throttled CTAs (tile/gpu/throttle.hpp) share rows
 // in L2.
 #pragma once
 

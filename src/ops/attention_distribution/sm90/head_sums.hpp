@@ -118,7 +118,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
   int item = 0;
   uint32_t seen = 0;  // throttle progress; the other parts follow this part through the ring
   for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
-    const bool paced = kOrdered && part == 0 && p.pace.has(int(query));
+    const bool throttled = kOrdered && part == 0 && p.throttle.has(int(query));
     const bf16* q = p.q + query * p.q_stride_s;
     // Indices are loaded two tiles ahead and first used at their copy, because a load takes as long as a tile.
     tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
@@ -131,7 +131,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       const tile::RowIndices keys = next;
       next = second;
       second = keys_of(entries, tile + 2);
-      if (paced && tile % kPaceTiles == 0) p.pace.keep(int(query), seen, tile / kPaceTiles);
+      if (throttled && tile % kThrottleTiles == 0) p.throttle.before_step(int(query), seen, tile / kThrottleTiles);
       copy_part<kDqk, kUnroll>({s, item}, part, p.aligned, p.kv, p.kv_stride_s, keys);
     }
   });

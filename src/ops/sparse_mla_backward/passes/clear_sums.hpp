@@ -35,7 +35,7 @@ inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
 
 // Clears all sums but those that order_rows clears: attn, and dkv if there are enough queries.
 inline void clear_sums(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (plan.paces)
+  if (plan.throttles)
     clear({runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
   if (!plan.orders_rows) clear(attn_sums_of(problem, plan), problem.device, stream);
   if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan, workspace), problem.device, stream);

@@ -18,7 +18,7 @@ void launch_main(const Problem& problem, const Plan& plan, void* workspace, cons
                                 .shared_bytes = shared_bytes};
   static_cast<Params&>(p) = params_of(params_of(problem, plan, workspace), problem, plan, workspace, pass);
   // A CTA fills an SM; clusters may leave some SMs empty.
-  if (plan.paces)
+  if (plan.throttles)
     p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);
   if (p.wave == 0) p.progress = nullptr;
   runtime::launch(kName, kKernel, shape, stream, p);

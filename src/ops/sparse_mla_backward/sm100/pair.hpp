@@ -106,21 +106,21 @@ HOPWELL_DEVICE void gather_step(const GatherParams& p, PairStorage<kDqk>& s, con
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries) {
   const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
-  const bool paced = p.progress && arch::block_index() / 2 < p.whole_tiles;
+  const bool throttled = p.progress && arch::block_index() / 2 < p.whole_tiles;
   uint32_t seen = 0;
   int keys[4], next[4], use = 0;
   tile::load_gathered_keys(keys, entries, 0, lane);
   tile::load_gathered_keys(next, entries, Config::kKeys, lane);
   if (steps > 0) gather_step(p, s, keys, 0, use++);
   for (int step = 0; step < steps; ++step) {
-    if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
+    if (throttled) throttle_step<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
     if (step + 1 < steps) gather_step(p, s, next, step + 1, use++);
     if (p.dq) gather_panels(p, s, keys, use++);
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) keys[i] = next[i];
     tile::load_gathered_keys(next, entries, (step + 2) * Config::kKeys, lane);
   }
-  count_missing_steps<Config::kKeys>(p, paced, steps, lane);
+  count_missing_steps<Config::kKeys>(p, throttled, steps, lane);
 }
 
 // ---- products

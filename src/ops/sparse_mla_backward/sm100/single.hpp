@@ -56,13 +56,13 @@ static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const Entries& entries) {
   const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
-  const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
+  const bool throttled = p.progress && int(arch::block_index()) < p.whole_tiles;
   uint32_t seen = 0;
   int keys[4];
   tile::load_gathered_keys(keys, entries, 0, lane);
   for (int step = 0; step < steps; ++step) {
     const uint32_t freed = uint32_t(step & 1) ^ 1;
-    if (paced) keep_pace<Config::kKeys>(p, p.whole_tiles, seen, step);
+    if (throttled) throttle_step<Config::kKeys>(p, p.whole_tiles, seen, step);
     for (int panel = 0; panel < kDqk / 64; ++panel) {
       if (panel % 4 == 0) arch::mbarrier_wait(s.keys_empty[panel / 4], freed);
       if (lane == 0) arch::mbarrier_arrive_expect_tx(s.keys_full[panel], SingleConfig::kPanel);
@@ -71,7 +71,7 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const 
     }
     tile::load_gathered_keys(keys, entries, (step + 1) * Config::kKeys, lane);
   }
-  count_missing_steps<Config::kKeys>(p, paced, steps, lane);
+  count_missing_steps<Config::kKeys>(p, throttled, steps, lane);
 }
 
 // ---- products

@@ -29,9 +29,9 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_backward/add_dkv.hpp"
-#include "ops/sparse_mla_backward/pacing.hpp"
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
+#include "ops/sparse_mla_backward/throttle.hpp"
 #include "tile/gpu/panel.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -400,13 +400,13 @@ HOPWELL_DEVICE void add_gradients_of_tile(const P& p) {
   const WorkTile work = work_tile_of(p, arch::block_index(), T::kHeads);
   const typename P::Entries entries = prepare<T, kAttn>(p, s, work);
   const int warp = arch::warp_index(), steps = entries.tiles(T::kKeys);
-  const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
+  const bool throttled = p.progress && int(arch::block_index()) < p.whole_tiles;
   const ScoreTile<T> tile(warp);
   DqTile<T> dq;
   uint32_t seen = 0;
   HOPWELL_NO_UNROLL
   for (int step = 0; step < steps; ++step) {
-    if (paced && warp < 4) keep_pace<T::kKeys>(p, p.whole_tiles, seen, step);
+    if (throttled && warp < 4) throttle_step<T::kKeys>(p, p.whole_tiles, seen, step);
     const int next_key = load_key<T>(entries, step + 1);
     score<T, kAttn>(p, s, tile);
     multiply_dq(dq, s, warp);
@@ -421,7 +421,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const P& p) {
     arch::syncthreads();
   }
   store_dq(p, work, dq, warp);
-  count_missing_steps<T::kKeys>(p, paced, steps, arch::thread_index());
+  count_missing_steps<T::kKeys>(p, throttled, steps, arch::thread_index());
 }
 
 // kFixed: dkv_accum is in fixed point; kAttn: attn is written too. P: Params, or WindowParams for queries with window

@@ -304,13 +304,13 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
   const typename P::Entries& entries = entries_in<P>(s);
   const int t = arch::thread_index() % 128;
   const int steps = entries.tiles(Config::kKeys);
-  const bool paced = p.progress && int(arch::block_index()) / 2 < p.whole_tiles;
+  const bool throttled = p.progress && int(arch::block_index()) / 2 < p.whole_tiles;
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
     const bool last = step + 1 == steps;
-    if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
+    if (throttled) throttle_step<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
     if (step + 2 == steps) prefetch_next_tile<kDqk, 2>(p, Config::kHeads * int(rank), t);
-    arch::syncwarp();                           // kept: keep_pace branches
+    arch::syncwarp();                           // kept: throttle_step branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only after the own are full
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);
     uint32_t own[4][4], own_ds[2][4];  // of 32 heads; half of dS does not spill
@@ -337,7 +337,7 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
       arch::syncwarp();  // kept: each addition was a branch
     }
   }
-  count_missing_steps<Config::kKeys>(p, paced, steps, t);
+  count_missing_steps<Config::kKeys>(p, throttled, steps, t);
 }
 
 // ---- before the first step

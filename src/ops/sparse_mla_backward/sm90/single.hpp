@@ -59,7 +59,7 @@ struct SharedStorage {
   int key[2][Config::kKeys];          // of this step and the next; negative if invalid
   alignas(4) bool lacks_keys[2][4];   // whether any key is invalid among those that a warp of warpgroup 0 copies
   int last_valid[Config::kWarps];
-  uint32_t seen[128];                      // of keep_pace, for threads of warpgroup 2, to save registers
+  uint32_t seen[128];                      // of throttle_step, for threads of warpgroup 2, to save registers
   uint16_t holders[2][Config::kKeys / 2];  // member masks of the keys of this step and the next, a byte each
   arch::CachePolicy policy;                // L2 policy of rows of kv; in shared memory to save registers
 };
@@ -304,7 +304,7 @@ HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
   arch::wgmma_commit();
 }
 
-HOPWELL_DEVICE bool is_paced(const Params& p) { return p.progress && int(arch::block_index()) < p.whole_tiles; }
+HOPWELL_DEVICE bool is_throttled(const Params& p) { return p.progress && int(arch::block_index()) < p.whole_tiles; }
 
 // Arrives at the barriers that the score warpgroups wait for, if dKV is not needed.
 template <int kHeadSteps>
@@ -327,7 +327,7 @@ HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entr
   if (!kFixed && !p.dkv) return give_back_steps<kHeadSteps>(steps);
   s.seen[arch::thread_index() % 128] = 0;
   for (int step = 0; step < steps; ++step) {
-    if (is_paced(p)) keep_pace<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
+    if (is_throttled(p)) throttle_step<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
     if (step + 2 == steps) prefetch_next_tile<kDqk, 1>(p, 0, arch::thread_index() % 128);
     arch::barrier_sync(kPdsFull, 256);
     const int t = arch::thread_index_anew() % 128;
@@ -349,7 +349,7 @@ HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entr
     if (!kHoldsDs<kHeadSteps> && step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
     add_panel<!kFixed>(p, acc[1], 32 * (kHalves - 1), rows);
   }
-  count_missing_steps<Config::kKeys>(p, is_paced(p), steps, arch::thread_index() % 128);
+  count_missing_steps<Config::kKeys>(p, is_throttled(p), steps, arch::thread_index() % 128);
 }
 
 // ---- before the first step
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
   if (!p.merged.wants(work.query)) {  // reports all its steps to the other CTAs
-    count_missing_steps<Config::kKeys>(p, is_paced(p), 0, arch::thread_index());
+    count_missing_steps<Config::kKeys>(p, is_throttled(p), 0, arch::thread_index());
     return;
   }
   const typename P::Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);

@@ -6,9 +6,9 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_backward/add_dkv.hpp"
-#include "ops/sparse_mla_backward/pacing.hpp"
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
+#include "ops/sparse_mla_backward/throttle.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/warp.hpp"
 

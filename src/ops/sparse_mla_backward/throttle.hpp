@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ops/sparse_mla_backward/params.hpp"
-#include "tile/gpu/pacing.hpp"
+#include "tile/gpu/throttle.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
@@ -12,19 +12,19 @@ HOPWELL_DEVICE int most_entries(const Params& p) { return p.selection.topk; }
 HOPWELL_DEVICE int most_entries(const WindowParams& p) { return p.most_entries; }
 
 template <int kKeys, class P>
-HOPWELL_DEVICE tile::Pace pace_of(const P& p, int ctas) {
-  return {p.progress, p.wave, p.pace_slack, ctas, (most_entries(p) + kKeys - 1) / kKeys};
+HOPWELL_DEVICE tile::Throttle throttle_of(const P& p, int ctas) {
+  return {p.progress, p.wave, p.max_lead, ctas, (most_entries(p) + kKeys - 1) / kKeys};
 }
 
 // Called before a step, by a warpgroup. ctas: the first CTAs of the grid, which have whole tiles.
 template <int kKeys, class P>
-HOPWELL_DEVICE void keep_pace(const P& p, int ctas, uint32_t& seen, int step) {
-  pace_of<kKeys>(p, ctas).keep(arch::block_index(), seen, step);
+HOPWELL_DEVICE void throttle_step(const P& p, int ctas, uint32_t& seen, int step) {
+  throttle_of<kKeys>(p, ctas).before_step(arch::block_index(), seen, step);
 }
 
 template <int kKeys, class P>
-HOPWELL_DEVICE void count_missing_steps(const P& p, bool paced, int steps, int t) {
-  if (paced && t == 0) pace_of<kKeys>(p, 0).count_missing(steps);
+HOPWELL_DEVICE void count_missing_steps(const P& p, bool throttled, int steps, int t) {
+  if (throttled && t == 0) throttle_of<kKeys>(p, 0).count_missing(steps);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

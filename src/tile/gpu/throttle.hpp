@@ -1,6 +1,5 @@
-// Throttling (here `pace`). With keys in ascending order, all CTAs at the same step read, or add to, the same range of
-// rows, which are then still in L2. So no CTA begins a step before the average CTA of its wave is within max_lead (here
-// `slack`) steps.
+// Throttling. With keys in ascending order, all CTAs at the same step read, or add to, the same range of rows, which are
+// then still in L2. So no CTA begins a step before the average CTA of its wave is within `max_lead` steps.
 //
 // Throttling is a hint; results do not depend on it. CTAs may start in any order, and a wave may not be fully resident,
 // because a kernel of another stream may occupy some SMs. So the wave size comes from the occupancy API, and every wait
@@ -14,11 +13,11 @@
 namespace hopwell::tile {
 
 /// Larger than the number of steps of any call; the plan checks this.
-inline constexpr uint32_t kNoPace = uint32_t{1} << 31;
+inline constexpr uint32_t kNoThrottle = uint32_t{1} << 31;
 
-struct Pace {
+struct Throttle {
   uint32_t* progress;  // sum of the steps of all items; null: no throttling
-  int wave, slack;     // items processed at the same time; max_lead in steps
+  int wave, max_lead;  // items processed at the same time; steps that an item may lead the average
   int items;           // number of throttled items; these come first
   int steps;           // steps of the longest item
 
@@ -27,13 +26,14 @@ struct Pace {
 
   /// Called before a step of a throttled item, by a warpgroup or its first warp. `seen`: the progress read last;
   /// initially 0.
-  HOPWELL_DEVICE void keep(int item, uint32_t& seen, int step) const {
+  HOPWELL_DEVICE void before_step(int item, uint32_t& seen, int step) const {
     constexpr int kMostPolls = 16384;
     const int before = item / wave * wave, rest = items - before;
     const int peers = rest < wave ? rest : wave;
-    const uint32_t target = uint32_t(before) * uint32_t(steps) + uint32_t(peers * (step > slack ? step - slack : 0));
+    const uint32_t target =
+        uint32_t(before) * uint32_t(steps) + uint32_t(peers * (step > max_lead ? step - max_lead : 0));
     for (int poll = 0; seen < target && poll < kMostPolls; ++poll) seen = arch::load_relaxed(progress);
-    if (seen < target) arch::red_max(progress, kNoPace);
+    if (seen < target) arch::red_max(progress, kNoThrottle);
     if (arch::thread_index() % 128 == 0) arch::red_add(progress, 1u);
     seen = arch::load_relaxed(progress);  // for the next step
   }
