@@ -140,16 +140,16 @@ TEST(SparseMlaBackwardPlan, WhereDkvIsSummed) {
   const auto sums = [](const auto& change) {
     Problem p = problem_of(10, 64, 1000, 64, 132);
     change(p);
-    return make_plan(p, kHopper).sums;
+    return make_plan(p, kHopper).dkv_accum;
   };
-  EXPECT_EQ(sums([](Problem&) {}), DkvSums::output);
-  EXPECT_EQ(sums([](Problem& p) { p.dkv = {}; }), DkvSums::none);
-  EXPECT_EQ(sums([](Problem& p) { p.accumulate = true; }), DkvSums::scratch);
-  EXPECT_EQ(sums([](Problem& p) { p.dkv.dtype = DType::kBFloat16; }), DkvSums::scratch);
-  EXPECT_EQ(sums([](Problem& p) { p.dkv.stride[0] = 577; }), DkvSums::scratch);
-  EXPECT_EQ(sums([](Problem& p) { p.dkv.data = static_cast<char*>(p.dkv.data) + 4; }), DkvSums::scratch);
-  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true; }), DkvSums::fixed_point);
-  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true, p.topk = 0; }), DkvSums::output);
+  EXPECT_EQ(sums([](Problem&) {}), DkvAccum::output);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv = {}; }), DkvAccum::none);
+  EXPECT_EQ(sums([](Problem& p) { p.accumulate = true; }), DkvAccum::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.dtype = DType::kBFloat16; }), DkvAccum::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.stride[0] = 577; }), DkvAccum::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.data = static_cast<char*>(p.dkv.data) + 4; }), DkvAccum::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true; }), DkvAccum::fixed_point);
+  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true, p.topk = 0; }), DkvAccum::output);
 }
 
 Problem with_window(std::int64_t s_q) {
@@ -164,7 +164,7 @@ TEST(SparseMlaBackwardPlan, WindowKeysAreEntriesAndRowsOfTheSums) {
   Problem p = with_window(133);
   const std::int64_t rows = 2048 + 133 + 127;
   const Plan plan = make_plan(p, kHopper);
-  EXPECT_EQ(plan.sums, DkvSums::scratch);
+  EXPECT_EQ(plan.dkv_accum, DkvAccum::scratch);
   EXPECT_GT(plan.singles.slices, 1);
   expect_all_work_once(p, plan);
   EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(4 * rows * 576 + 4 * 64 * 576 * plan.singles.slices));
@@ -174,16 +174,16 @@ TEST(SparseMlaBackwardPlan, WindowKeysAreEntriesAndRowsOfTheSums) {
   p.window_kv.stride[0] = 577;
   EXPECT_EQ(unsupported(p, plan)->reason, "needs rows of window_kv 16-byte aligned");
   p.dkv = {};
-  EXPECT_EQ(make_plan(p, kHopper).sums, DkvSums::scratch);
+  EXPECT_EQ(make_plan(p, kHopper).dkv_accum, DkvAccum::scratch);
   p.d_window_kv = {};
-  EXPECT_EQ(make_plan(p, kHopper).sums, DkvSums::none);
+  EXPECT_EQ(make_plan(p, kHopper).dkv_accum, DkvAccum::none);
 }
 
 TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution) {
   Problem p = with_window(4096);
   p.deterministic = true;
   const Plan plan = make_plan(p, kHopper);
-  EXPECT_EQ(plan.sums, DkvSums::fixed_point);
+  EXPECT_EQ(plan.dkv_accum, DkvAccum::fixed_point);
   EXPECT_TRUE(plan.distribution && plan.window_distribution);
   // The index rows and attn of the window keys take no memory: the sums will be there.
   const std::size_t sums = plan.workspace.dkv, end = sums + 4UL * (2048 + 4096 + 127) * 576;
@@ -193,7 +193,7 @@ TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution
   EXPECT_GE(plan.workspace.scale, end);
   p.topk = 0;
   const Plan alone = make_plan(p, kHopper);
-  EXPECT_EQ(alone.sums, DkvSums::fixed_point);
+  EXPECT_EQ(alone.dkv_accum, DkvAccum::fixed_point);
   EXPECT_TRUE(!alone.distribution && alone.window_distribution && !alone.orders_rows);
 }
 
@@ -286,7 +286,7 @@ TEST(SparseMlaBackwardPlan, FewQueriesDoNotClearSumsWhileTheyAreOrdered) {
     const Plan plan = make_plan(p, kHopper);
     EXPECT_TRUE(plan.orders_rows);
     EXPECT_EQ(plan.throttles, s_q >= 132);
-    return plan.order_clears_sums;
+    return plan.order_clears_dkv_accum;
   };
   EXPECT_FALSE(clears(1));
   EXPECT_FALSE(clears(131));
@@ -320,28 +320,29 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
   for (const double bytes_per_ns : {4917.0, 3352.0}) {
     const bool h100 = bytes_per_ns < 4000;
     for (const std::int64_t h_q : {64, 128})
-      for (const std::int64_t s_kv : {8 << 10, 32 << 10}) EXPECT_FALSE(plan(bytes_per_ns, h_q, s_kv).prefetches_sums);
+      for (const std::int64_t s_kv : {8 << 10, 32 << 10})
+        EXPECT_FALSE(plan(bytes_per_ns, h_q, s_kv).prefetch_dkv_accum);
     for (const std::int64_t h_q : {64, 128}) {
-      EXPECT_EQ(plan(bytes_per_ns, h_q, 64 << 10).prefetches_sums, h100 || h_q == 64);
-      EXPECT_TRUE(plan(bytes_per_ns, h_q, 128 << 10).prefetches_sums);
+      EXPECT_EQ(plan(bytes_per_ns, h_q, 64 << 10).prefetch_dkv_accum, h100 || h_q == 64);
+      EXPECT_TRUE(plan(bytes_per_ns, h_q, 128 << 10).prefetch_dkv_accum);
       for (const std::int64_t s_kv : {8 << 10, 32 << 10, 64 << 10, 128 << 10}) {
         const bool streams = h_q == 64 && s_kv == 128 << 10;
-        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).streams_keys, streams);
+        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).kv_evict_first, streams);
         EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).max_lead == 0, streams);
       }
     }
   }
-  EXPECT_FALSE(plan(0, 64, 128 << 10).prefetches_sums);
+  EXPECT_FALSE(plan(0, 64, 128 << 10).prefetch_dkv_accum);
   for (const std::int64_t h_q : {64, 128}) {  // kernels that cannot, and the pair, where memory is as busy
     const std::int64_t s_kv = h_q == 64 ? 128 << 10 : 512 << 10;
     const Plan busy = plan(h_q == 64 ? 3352 : 1600, h_q, s_kv, false, h_q == 64 ? kHopper : kStreamsKeys);
-    EXPECT_FALSE(busy.prefetches_sums);
-    EXPECT_FALSE(busy.streams_keys);
+    EXPECT_FALSE(busy.prefetch_dkv_accum);
+    EXPECT_FALSE(busy.kv_evict_first);
     EXPECT_EQ(busy.max_lead, 1);
   }
   const Plan shared = plan(3352, 16, 128 << 10, true);  // neighbours' keys meet in L2
-  EXPECT_TRUE(shared.prefetches_sums);
-  EXPECT_FALSE(shared.streams_keys);
+  EXPECT_TRUE(shared.prefetch_dkv_accum);
+  EXPECT_FALSE(shared.kv_evict_first);
 }
 
 // Adds up what a call needs, and sees that no two things share memory but those that may.
@@ -475,12 +476,12 @@ TEST(SparseMlaBackwardPlan, OnlyRowsThatAscendAreAddedToWhereTheyLie) {
   const auto sums = [](std::int64_t stride) {
     Problem p = problem_of(10, 64, 1000, 64, 132);
     p.dkv.stride[0] = stride;
-    return make_plan(p, kHopper).sums;
+    return make_plan(p, kHopper).dkv_accum;
   };
-  EXPECT_EQ(sums(576), DkvSums::output);
-  EXPECT_EQ(sums(-576), DkvSums::scratch);
-  EXPECT_EQ(sums(std::int64_t{1} << 31), DkvSums::scratch);
-  EXPECT_EQ(sums(-(std::int64_t{1} << 33)), DkvSums::scratch);
+  EXPECT_EQ(sums(576), DkvAccum::output);
+  EXPECT_EQ(sums(-576), DkvAccum::scratch);
+  EXPECT_EQ(sums(std::int64_t{1} << 31), DkvAccum::scratch);
+  EXPECT_EQ(sums(-(std::int64_t{1} << 33)), DkvAccum::scratch);
 }
 
 TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {

@@ -13,7 +13,7 @@ HOPWELL_DEVICE float* sums_of(const Params& p, const WorkTile& work, const Entri
 
 // Executed by the warp that has written the sums; each lane has its own `total`. Slots without an entry are set to
 // zero.
-HOPWELL_DEVICE void finish_row(const Params& p, const WorkTile& work, const Entries& entries, float total) {
+HOPWELL_DEVICE void complete_row(const Params& p, const WorkTile& work, const Entries& entries, float total) {
   float* const sums = sums_of(p, work, entries);
   const int before = entries.place(work.first) - work.first;
   for (int i = arch::lane_index() - before; i < 0; i += 32) sums[i] = 0;

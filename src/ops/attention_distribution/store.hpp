@@ -68,7 +68,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
       normalize_ordered_row(p, work);
       if (lane == 0 && p.throttle.has(number)) p.throttle.count_missing(entries.tiles(kTileKeys * kThrottleTiles));
     } else {
-      finish_row(p, work, entries, total);
+      complete_row(p, work, entries, total);
     }
   }
 }

@@ -131,8 +131,8 @@ HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::En
 // Computes g of the query's entries from the scores in p.d_scores, and the query's loss. A row with weight 0 has no g,
 // for any contents. `kKept`: number of entries that a thread keeps in registers.
 template <int kKept = 6, class T, int kWarps>
-HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, const tile::Entries& entries,
-                                  float bound) {
+HOPWELL_DEVICE void scores_to_gradients(const Params<T>& p, float (&of_warp)[kWarps], int query,
+                                        const tile::Entries& entries, float bound) {
   const float weight = p.row_weights ? p.row_weights[query * p.row_weights_stride] : 1;
   const float factor = (p.d_loss_array ? *p.d_loss_array : p.d_loss) * weight;
   if (p.given_gradients) return scale_gradient(p, query, entries, bound, factor, weight != 0);

@@ -11,7 +11,7 @@
 //     clear_d_k        clears d_k, or its deterministic sums and their bounds                            passes.hpp
 //     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp
 //     add_gradients    dq, dw, and each query's contribution to dk                                    gradients.hpp
-//     finish_d_k       postprocess: deterministic sums to fp32                                          passes.hpp
+//     postprocess_d_k  deterministic sums to fp32                                                       passes.hpp
 //     sum_losses       in the order of the queries                                                      passes.hpp
 //
 // Deterministic sums of dk are the wide sums of tile/gpu/fixed_point.hpp, with one unit per key. Each of a key's n

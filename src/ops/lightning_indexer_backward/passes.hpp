@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant_
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) finish_d_k(const __grid_constant__ Params<T> p) {
+__global__ void __launch_bounds__(kPassThreads) postprocess_d_k(const __grid_constant__ Params<T> p) {
   for_each_key(p, [&](int64_t key) {
     const float bound = bound_of(p.bounds.largest[key], p.bounds.count[key]);
     const int unit = tile::unit_exponent<tile::kWideBits>(bound);
@@ -113,7 +113,7 @@ void launch_passes(const PassProblem& problem, const Plan& plan, const Params<T>
   }
   if (problem.queries() > 0) launch_queries();
   if (!problem.last_pass()) return;
-  if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
+  if (ctas > 0 && problem.deterministic) runtime::launch(kName, postprocess_d_k<T>, over_d_k, stream, p);
   if (!problem.loss) return;
   runtime::launch(
       kName, sum_losses, {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,

@@ -3,7 +3,7 @@
 //     clear_d_k                  passes.hpp
 //     score_entries              sm80/score.hpp: scores, g and the loss
 //     add_gradients              sm80/gradients.hpp: dq, dw, and each query's contribution to dk
-//     finish_d_k, sum_losses     passes.hpp
+//     postprocess_d_k, sum_losses     passes.hpp
 #include <algorithm>
 
 #include "ops/lightning_indexer_backward/passes.hpp"

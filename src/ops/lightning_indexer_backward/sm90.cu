@@ -3,7 +3,7 @@
 //     clear_d_k                  passes.hpp
 //     score_entries              sm90/score.hpp: scores, g and the loss; signs of the products
 //     add_gradients              sm90/gradients.hpp: dq, dw, and each query's contribution to dk
-//     finish_d_k, sum_losses     passes.hpp
+//     postprocess_d_k, sum_losses     passes.hpp
 //
 // Without indices and with up to 64 heads: score_groups and add_group_gradients, sm90/group_*.hpp, replace the two
 // kernels of entries.

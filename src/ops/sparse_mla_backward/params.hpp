@@ -40,8 +40,8 @@ struct Params {
   int kv_stride_s, dkv_stride;
   int heads_of_member;                     // h_q, except for groups
   int h_q, first_head, head_blocks;        // first_head, head_blocks and the following: of a MainPass
-  bool prefetches_sums;                    // prefetch_dkv_accum: to L2
-  bool streams_keys;                       // kv_evict_first: rows of kv leave L2 first
+  bool prefetch_dkv_accum;                 // to L2
+  bool kv_evict_first;                     // rows of kv leave L2 before dkv_accum
   bool attn_with_sink;                     // attn sums exp(score − lse') instead of exp(score − lse)
   int wave, max_lead;                      // CTAs per wave, and steps: tile/gpu/throttle.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
@@ -127,12 +127,12 @@ inline Params params_of(const Problem& problem, const Plan& plan, void* workspac
   if (plan.throttles)
     p.progress = runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), p.max_lead = plan.max_lead;
   if (problem.d_sink) p.sink_parts = runtime::at_offset<float>(workspace, plan.workspace.sink_parts);
-  p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;
-  if (plan.sums == DkvSums::fixed_point) {
+  p.prefetch_dkv_accum = plan.prefetch_dkv_accum, p.kv_evict_first = plan.kv_evict_first;
+  if (plan.dkv_accum == DkvAccum::fixed_point) {
     p.fixed_dkv = runtime::at_offset<int64_t>(workspace, plan.workspace.dkv),
     p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale);
-  } else if (plan.sums != DkvSums::none) {
-    const bool output = plan.sums == DkvSums::output;
+  } else if (plan.dkv_accum != DkvAccum::none) {
+    const bool output = plan.dkv_accum == DkvAccum::output;
     p.dkv = output ? problem.dkv.as<float>() : runtime::at_offset<float>(workspace, plan.workspace.dkv);
     p.dkv_stride = static_cast<int>(output ? problem.dkv.stride[0] : problem.d_qk);
   }

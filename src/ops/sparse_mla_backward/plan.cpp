@@ -11,20 +11,20 @@ constexpr std::int64_t kLimit = std::int64_t{1} << 31;  // of what kernels keep 
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-bool needs_sums(const Problem& p) { return p.dkv || p.d_window_kv; }
+bool needs_dkv_accum(const Problem& p) { return p.dkv || p.d_window_kv; }
 
 // Entries of the longest list: window keys and the index row.
 std::int64_t most_entries(const Problem& p) { return p.topk + p.window.most_keys(); }
 
-DkvSums sums_of(const Problem& p) {
-  if (!needs_sums(p)) return DkvSums::none;
-  if (p.deterministic && p.s_q > 0 && most_entries(p) > 0) return DkvSums::fixed_point;
-  if (p.window) return DkvSums::scratch;
+DkvAccum dkv_accum_of(const Problem& p) {
+  if (!needs_dkv_accum(p)) return DkvAccum::none;
+  if (p.deterministic && p.s_q > 0 && most_entries(p) > 0) return DkvAccum::fixed_point;
+  if (p.window) return DkvAccum::scratch;
   const bool aligned = reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0;
   // A negative row offset marks a key without a gradient, so the row stride of dkv must not be negative.
   const bool ascending = p.dkv.stride[0] >= 0 && p.dkv.stride[0] < kLimit;
   const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && ascending;
-  return output ? DkvSums::output : DkvSums::scratch;
+  return output ? DkvAccum::output : DkvAccum::scratch;
 }
 
 // Of the rows of kv. Rows of window_kv count for little: at any time CTAs add to a few neighbours among them.
@@ -76,14 +76,14 @@ bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 void plan_throttle(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double memory = ascending_pays ? memory_share(p, ctas) : 0;
-  const bool can_evict = needs_sums(p) && kernels.single_streams_keys && ctas == 1;
-  plan.streams_keys = can_evict && ((kEvictsKeysFirst.holds(p, memory) && !p.share_keys) || takes_every_path(p));
+  const bool can_evict = needs_dkv_accum(p) && kernels.single_evicts_keys_first && ctas == 1;
+  plan.kv_evict_first = can_evict && ((kEvictsKeysFirst.holds(p, memory) && !p.share_keys) || takes_every_path(p));
   const Rule& prefetches = p.share_keys ? kPrefetchesForSharedKeys : can_evict ? kPrefetchesAndEvicts : kPrefetches;
-  plan.prefetches_sums = needs_sums(p) && (prefetches.holds(p, memory) || takes_every_path(p));
+  plan.prefetch_dkv_accum = needs_dkv_accum(p) && (prefetches.holds(p, memory) || takes_every_path(p));
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   const std::int64_t steps =
       static_cast<std::int64_t>(p.device.l2_bytes) / kPartOfL2 / std::max<std::int64_t>(step_bytes, 1);
-  plan.max_lead = plan.streams_keys ? 0 : static_cast<int>(std::clamp<std::int64_t>(steps, 1, kMostLead));
+  plan.max_lead = plan.kv_evict_first ? 0 : static_cast<int>(std::clamp<std::int64_t>(steps, 1, kMostLead));
 }
 
 // The order in which CTAs go through keys, and the largest lead of a CTA.
@@ -91,13 +91,14 @@ void plan_throttle(Plan& plan, const Problem& p, const MainKernels& kernels, boo
 //     deterministic   in order, always: dq of a query must not depend on the other queries, the outputs or the device
 //     otherwise       in order if the sums do not fit in L2 and many queries add to them
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool pays = needs_sums(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
+  const bool pays =
+      needs_dkv_accum(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
   const bool for_speed =
-      needs_sums(p) && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
-  const bool for_bits = p.deterministic && (p.dq || needs_sums(p)) && p.topk > 0;
+      needs_dkv_accum(p) && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
+  const bool for_bits = p.deterministic && (p.dq || needs_dkv_accum(p)) && p.topk > 0;
   plan.ascending = p.s_q > 0 && (for_speed || for_bits);
   plan.orders_rows = plan.ascending && !p.indices_ascending;
-  plan.order_clears_sums = plan.orders_rows && p.s_q >= p.device.sms;
+  plan.order_clears_dkv_accum = plan.orders_rows && p.s_q >= p.device.sms;
   // The count of all steps must fit.
   const std::int64_t steps =
       p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(most_entries(p), kernels.keys);
@@ -124,14 +125,14 @@ void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
 
 // Fills in how the tiles of a pass are shared out. Deterministic calls have no slices, because which queries are sliced,
 // and into how many, depends on the other queries and on the device.
-MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvSums sums) {
+MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvAccum dkv_accum) {
   constexpr std::int64_t kMostSlices = 8;
   const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(most_entries(p), kernels.keys),
                      at_a_time = std::max(p.device.sms / pass.ctas, 1), rest = tiles % at_a_time;
   std::int64_t slices = 1;
-  if (rest > 0 && !p.deterministic && (sums == DkvSums::none || sums == DkvSums::output || p.window)) {
+  if (rest > 0 && !p.deterministic && (dkv_accum == DkvAccum::none || dkv_accum == DkvAccum::output || p.window)) {
     // What they give of dq takes no more memory than sums of dkv would that are not added to the output; or 2.4 MB.
-    const std::int64_t fit = std::max<std::int64_t>(rows_of_sums(p), 1024) / (rest * pass.heads);
+    const std::int64_t fit = std::max<std::int64_t>(rows_of_dkv_accum(p), 1024) / (rest * pass.heads);
     slices = std::max<std::int64_t>(std::min({kMostSlices, at_a_time / rest, steps, fit}), 1);
   }
   const std::int64_t sliced = slices > 1 ? rest : 0;
@@ -149,8 +150,8 @@ void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.singles = {.heads = kernels.single_heads, .first_head = plan.pairs.head_blocks * kernels.pair_heads};
   plan.singles.head_blocks =
       static_cast<int>(ceil_div(std::max(h_q - plan.singles.first_head, 0), kernels.single_heads));
-  plan.pairs = schedule(plan.pairs, p, kernels, plan.sums);
-  plan.singles = schedule(plan.singles, p, kernels, plan.sums);
+  plan.pairs = schedule(plan.pairs, p, kernels, plan.dkv_accum);
+  plan.singles = schedule(plan.singles, p, kernels, plan.dkv_accum);
 }
 
 void lay_out(Plan& plan, const Problem& p) {
@@ -159,14 +160,14 @@ void lay_out(Plan& plan, const Problem& p) {
   const auto dq_bytes = [&p](const MainPass& pass) {
     return p.dq ? 4 * p.d_qk * pass.heads * pass.slices * pass.sliced_tiles : 0;
   };
-  const std::int64_t rows = rows_of_sums(p), window_bytes = 4 * p.s_q * p.window.most_keys();
+  const std::int64_t rows = rows_of_dkv_accum(p), window_bytes = 4 * p.s_q * p.window.most_keys();
   if (plan.window_distribution) {
     w.dkv = layout.reserve(std::max(4 * rows * p.d_qk, 2 * window_bytes));
     w.window_rows = w.dkv, w.window_attn = w.dkv + static_cast<std::size_t>(window_bytes);
-  } else if (plan.sums == DkvSums::scratch || plan.sums == DkvSums::fixed_point) {
+  } else if (plan.dkv_accum == DkvAccum::scratch || plan.dkv_accum == DkvAccum::fixed_point) {
     w.dkv = layout.reserve(4 * rows * p.d_qk);
   }
-  if (plan.sums == DkvSums::fixed_point)
+  if (plan.dkv_accum == DkvAccum::fixed_point)
     w.scale = layout.reserve(4 * rows), w.largest = layout.reserve(4 * rows), w.count = layout.reserve(4 * rows);
   if (p.d_sink) w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
   if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = layout.reserve(4 * p.s_q * p.topk);
@@ -182,9 +183,9 @@ void lay_out(Plan& plan, const Problem& p) {
 
 Plan make_plan(const Problem& p, const MainKernels& kernels) {
   Plan plan;
-  plan.sums = sums_of(p);
-  plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (needs_sums(p) || p.attn);
-  plan.window_distribution = plan.sums == DkvSums::fixed_point && p.window.most_keys() > 0;
+  plan.dkv_accum = dkv_accum_of(p);
+  plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (needs_dkv_accum(p) || p.attn);
+  plan.window_distribution = plan.dkv_accum == DkvAccum::fixed_point && p.window.most_keys() > 0;
   plan_order(plan, p, kernels);
   plan_heads(plan, p, kernels);
   plan_groups(plan, p, kernels);
@@ -246,11 +247,11 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
     return Unsupported{"needs rows of q, kv, out, d_out and dq 16-byte aligned"};
   if (!aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
   // Kernels count what they add to in units of four fp32, or of two fixed-point sums.
-  const std::int64_t row_units = plan.sums == DkvSums::none          ? 0
-                                 : plan.sums == DkvSums::fixed_point ? p.d_qk / 2
-                                 : plan.sums == DkvSums::output      ? p.dkv.stride[0] / 4
-                                                                     : p.d_qk / 4;
-  if (rows_of_sums(p) * row_units >= kLimit)
+  const std::int64_t row_units = plan.dkv_accum == DkvAccum::none          ? 0
+                                 : plan.dkv_accum == DkvAccum::fixed_point ? p.d_qk / 2
+                                 : plan.dkv_accum == DkvAccum::output      ? p.dkv.stride[0] / 4
+                                                                           : p.d_qk / 4;
+  if (rows_of_dkv_accum(p) * row_units >= kLimit)
     return Unsupported{"needs dkv with fewer than 2^33 elements, 2^32 if deterministic"};
   const auto far = [](const View& view, std::int64_t rows) {
     return rows > 1 && (view.stride[0] >= kLimit || view.stride[0] <= -kLimit);

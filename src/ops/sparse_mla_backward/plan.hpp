@@ -13,17 +13,17 @@ namespace hopwell::ops::sparse_mla_backward {
 
 // What a backend's main kernels take at a time.
 struct MainKernels {
-  int keys;                          // entries of a row: a step
-  int single_heads;                  // heads of a query, on one CTA
-  int pair_heads = 0;                // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
-  bool deterministic_pairs = false;  // deterministic calls use pairs; otherwise the single kernel takes all heads
-  bool merges_rows = false;          // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
-  bool single_streams_keys = false;  // the single kernel can let rows of kv leave L2 first
-  bool takes_windows = false;        // there are kernels for queries with window keys
+  int keys;                               // entries of a row: a step
+  int single_heads;                       // heads of a query, on one CTA
+  int pair_heads = 0;                     // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
+  bool deterministic_pairs = false;       // deterministic calls use pairs; otherwise the single kernel takes all heads
+  bool merges_rows = false;               // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
+  bool single_evicts_keys_first = false;  // the single kernel can let rows of kv leave L2 first
+  bool takes_windows = false;             // there are kernels for queries with window keys
 };
 
 // Where the main kernels add to dkv.
-enum class DkvSums {
+enum class DkvAccum {
   none,        // there is no dkv
   output,      // to the output itself, whose columns are put in order afterwards
   scratch,     // to fp32 in the workspace; with window keys always, unless deterministic
@@ -81,16 +81,16 @@ struct Plan {
   std::optional<runtime::Planned<attention_distribution::Problem>> distribution_call;
   bool window_distribution = false;  // the same over window keys, for the bounds alone
   std::optional<runtime::Planned<attention_distribution::Problem>> window_distribution_call;
-  DkvSums sums = DkvSums::none;
-  bool ascending = false;          // CTAs go through keys in ascending order …
-  bool orders_rows = false;        // … which the rows must be brought into
-  bool order_clears_sums = false;  // by the pass that orders rows, which has enough CTAs
-  int turning_tiles = 0;           // of a wave, where every other wave's rows descend instead; or 0
-  bool throttles = false;          // … and throttled: tile/gpu/throttle.hpp
-  int max_lead = 0;                // steps that a CTA may lead the average of its wave
-  bool prefetches_sums = false;    // to L2, a step ahead
-  bool streams_keys = false;       // rows of kv leave L2 before sums do
-  QueryGroups groups;              // whose rows are merged
+  DkvAccum dkv_accum = DkvAccum::none;
+  bool ascending = false;               // CTAs go through keys in ascending order …
+  bool orders_rows = false;             // … which the rows must be brought into
+  bool order_clears_dkv_accum = false;  // by the pass that orders rows, which has enough CTAs
+  int turning_tiles = 0;                // of a wave, where every other wave's rows descend instead; or 0
+  bool throttles = false;               // … and throttled: tile/gpu/throttle.hpp
+  int max_lead = 0;                     // steps that a CTA may lead the average of its wave
+  bool prefetch_dkv_accum = false;      // to L2, a step ahead
+  bool kv_evict_first = false;          // rows of kv leave L2 before dkv_accum
+  QueryGroups groups;                   // whose rows are merged
   MainPass grouped, pairs, singles;
   Workspace workspace;
   std::size_t workspace_bytes = 0;
@@ -101,7 +101,7 @@ Plan make_plan(const Problem& problem, const MainKernels& kernels);
 std::optional<runtime::Unsupported> unsupported(const Problem& problem, const Plan& plan);
 
 // Rows of dkv_accum: of kv, then of window_kv.
-inline std::int64_t rows_of_sums(const Problem& p) { return p.s_kv + p.window.s_w; }
+inline std::int64_t rows_of_dkv_accum(const Problem& p) { return p.s_kv + p.window.s_w; }
 
 // The attention_distribution of a deterministic call: to attn of the call, or to the workspace. And the one over window
 // keys.

@@ -21,7 +21,7 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
                   .pair_heads = PairConfig::kHeads,
                   .deterministic_pairs = false,
                   .merges_rows = true,
-                  .single_streams_keys = true,
+                  .single_evicts_keys_first = true,
                   .takes_windows = true});
 }
 

@@ -1,5 +1,5 @@
-// Throttling. With keys in ascending order, all CTAs at the same step read, or add to, the same range of rows, which are
-// then still in L2. So no CTA begins a step before the average CTA of its wave is within `max_lead` steps.
+// Throttling. With keys in ascending order, all CTAs at the same step read, or add to, the same range of rows, which
+// are then still in L2. So no CTA begins a step before the average CTA of its wave is within `max_lead` steps.
 //
 // Throttling is a hint; results do not depend on it. CTAs may start in any order, and a wave may not be fully resident,
 // because a kernel of another stream may occupy some SMs. So the wave size comes from the occupancy API, and every wait

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     HOPWELL_NO_UNROLL
     for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass)
       add_heads<kColumns, kHeadWarps>(p, s, work, pass * kHeadsAtATime, writer);
-    if (arch::warp_index() == 0) finish_row(p, work, writer.entries, writer.total);
+    if (arch::warp_index() == 0) complete_row(p, work, writer.entries, writer.total);
   }
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
     }
   }
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
-  finish_scores(p, s.of_warp, query, entries, bound);
+  scores_to_gradients(p, s.of_warp, query, entries, bound);
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const _
       const int query = group.first + member;
       float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
       bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
-      finish_scores<1>(p, s.of_warp, query, tile::entries_of(p.selection, query), bound);
+      scores_to_gradients<1>(p, s.of_warp, query, tile::entries_of(p.selection, query), bound);
     }
   });
   ungrouped = reduce<Reduce::max>(p, s.of_warp, ungrouped);

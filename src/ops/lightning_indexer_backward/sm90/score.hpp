@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
   tile::wait_for_prior_kernels();  // the bounds are clear; kernels that wait for this one rely on a cleared dk
-  finish_scores(p, s.of_warp, query, entries, bound);
+  scores_to_gradients(p, s.of_warp, query, entries, bound);
 #endif
 }
 

@@ -213,8 +213,8 @@ inline void bound_rows(const Problem& problem, const Plan& plan, void* workspace
 }
 
 inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const std::int64_t rows = rows_of_sums(problem);
-  if (plan.sums != DkvSums::fixed_point || rows == 0) return;
+  const std::int64_t rows = rows_of_dkv_accum(problem);
+  if (plan.dkv_accum != DkvAccum::fixed_point || rows == 0) return;
   bound_rows(problem, plan, workspace, distribution_problem(problem, plan, workspace), 0, stream);
   if (problem.window)
     bound_rows(problem, plan, workspace, window_distribution_problem(problem, plan, workspace), problem.s_kv, stream);

@@ -1,7 +1,7 @@
 // sparse_mla_backward on GPUs: the launch of a main kernel.
 #pragma once
 
-#include "ops/sparse_mla_backward/passes/finish_dq.hpp"
+#include "ops/sparse_mla_backward/passes/postprocess_dq.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
@@ -22,7 +22,7 @@ void launch_main(const Problem& problem, const Plan& plan, void* workspace, cons
     p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);
   if (p.wave == 0) p.progress = nullptr;
   runtime::launch(kName, kKernel, shape, stream, p);
-  finish_dq(problem, plan, workspace, pass, stream);
+  postprocess_dq(problem, plan, workspace, pass, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -7,7 +7,7 @@
 // entries at a time. Other queries, more keys, an offset of all keys and padding change nothing.
 #pragma once
 
-#include "ops/sparse_mla_backward/passes/clear_sums.hpp"
+#include "ops/sparse_mla_backward/passes/clear_accumulators.hpp"
 #include "tile/gpu/order_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
 
 inline void order_rows(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (!plan.orders_rows) return;
-  const ClearParams attn = attn_sums_of(problem, plan);
+  const ClearParams attn = cleared_attn(problem, plan);
   const OrderParams p{tile::params_of(problem.selection),
                       ordered_rows_of(problem, plan, workspace),
                       params_of({}, problem, plan, workspace, plan.singles).merged,
-                      plan.order_clears_sums ? dkv_sums_of(problem, plan, workspace) : ClearParams{},
+                      plan.order_clears_dkv_accum ? cleared_dkv_accum(problem, plan, workspace) : ClearParams{},
                       attn,
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
                       plan.turning_tiles,

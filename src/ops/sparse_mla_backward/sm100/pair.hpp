@@ -361,7 +361,7 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
 }
 
 template <int kDqk>
-HOPWELL_DEVICE void finish_tile(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, int steps) {
+HOPWELL_DEVICE void store_dq_tile(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, int steps) {
   if (!p.dq) return;
   const int quarter = arch::warp_index() % 4, rank = int(arch::cluster_rank());
   const DqRow row = dq_row<PairConfig::kHeads>(p, work, 32 * quarter + arch::lane_index(), kDqk);

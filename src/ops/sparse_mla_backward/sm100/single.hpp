@@ -205,7 +205,7 @@ HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkT
 }
 
 template <int kDqk>
-HOPWELL_DEVICE void finish_tile(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work, int steps) {
+HOPWELL_DEVICE void store_dq_tile(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work, int steps) {
   if (!p.dq) return;
   const int quarter = arch::warp_index() % 4, position = 32 * quarter + arch::lane_index(), half = position / 64;
   const DqRow row = dq_row<SingleConfig::kHeads>(p, work, position % 64, kDqk);

@@ -214,7 +214,7 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& 
       break;
     case Role::softmax:
       softmax<kAttn>(p, s, work, entries);
-      finish_tile(p, s, work, steps);
+      store_dq_tile(p, s, work, steps);
       break;
     case Role::scatter:
       if (has_sums(p)) scatter<kFixed>(p, s, entries);
@@ -237,7 +237,7 @@ void launch_variant(const Problem& problem, const Plan& plan, void* workspace, c
   const GatherParams p{{},
                        tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128),
                        tile::map_of_rows(problem.kv, problem.q, 32, arch::Swizzle::bytes64)};
-  if (plan.sums == DkvSums::fixed_point)
+  if (plan.dkv_accum == DkvAccum::fixed_point)
     launch_main<kFixedKernel>(problem, plan, workspace, pass, p, Config::kThreads, shared_bytes, stream);
   else if (problem.attn && !plan.distribution)
     launch_main<kAttnKernel>(problem, plan, workspace, pass, p, Config::kThreads, shared_bytes, stream);

@@ -106,7 +106,7 @@ HOPWELL_DEVICE void gather(const P& p, SharedStorage<T>& s, int key, int step) {
 
 // prefetch_dkv_accum: prefetches the rows of dkv_accum to L2 before the additions.
 template <class T>
-HOPWELL_DEVICE void prefetch_sums(const Params& p, int key) {
+HOPWELL_DEVICE void prefetch_dkv_rows(const Params& p, int key) {
   if (key < 0 || !(p.dkv || p.fixed_dkv)) return;
   const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{key} * p.dkv_stride)
                           : static_cast<const void*>(p.fixed_dkv + int64_t{key} * (T::kDqk / 2));
@@ -413,7 +413,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const P& p) {
     arch::syncthreads();
     if (step + 1 < steps) {
       gather<T>(p, s, next_key, step + 1);
-      if (p.prefetches_sums) prefetch_sums<T>(p, next_key);
+      if (p.prefetch_dkv_accum) prefetch_dkv_rows<T>(p, next_key);
     }
     if constexpr (kAttn) add_attn<T>(p, s, work, entries, step);
     add_gradients<T, kFixed>(p, s, step, warp);
@@ -437,7 +437,7 @@ template <class T, class P>
 void launch_tile(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<T>);
   const P p = further_params_of<P>(problem);
-  if (plan.sums == DkvSums::fixed_point)
+  if (plan.dkv_accum == DkvAccum::fixed_point)
     launch_main<kernel<T, true, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
   else if (problem.attn && !plan.distribution)
     launch_main<kernel<T, false, true, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);

@@ -149,7 +149,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
 
 // Warpgroup 0, until dS of its own tile is complete and sent.
 template <int kDqk, bool kAttn>
-HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, DsFragments& ds) {
+HOPWELL_DEVICE void compute_own_ds(const Params& p, PairStorage& s, int step, DsFragments& ds) {
   float acc[32];
   arch::barrier_sync(kPairPeerFirst, 256);  // kept: affects timing only
   arch::wgmma_fence();
@@ -229,7 +229,7 @@ HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
     DsFragments ds;
     if constexpr (kHalf == 0)
-      finish_own_tile<kDqk, kAttn>(p, s, step, ds);
+      compute_own_ds<kDqk, kAttn>(p, s, step, ds);
     else
       send_peer_tile<kDqk>(s, step);
     const int t = arch::thread_index_anew() % 128;
@@ -267,7 +267,7 @@ HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
         }
       }
       arch::cp_async_commit();
-      if (p.prefetches_sums) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
+      if (p.prefetch_dkv_accum) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
       arch::syncwarp();  // kept: lanes have diverged
     }
     float acc[16];

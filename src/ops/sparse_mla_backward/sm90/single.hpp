@@ -134,7 +134,7 @@ HOPWELL_DEVICE void publish_holders(uint16_t (&holders)[2][Config::kKeys / 2], u
 // prefetch_dkv_accum: prefetches the same half of the rows of dkv_accum to L2 before the additions. Not inside
 // `gather`: the test alone slows the copies by a few per cent.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) {
+HOPWELL_DEVICE void prefetch_dkv_rows(const Params& p, const int (&keys)[4], int t) {
   constexpr int kLines = kDqk / 64;  // of 128 bytes
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
@@ -170,8 +170,8 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
 
 // Stores dQ of a tile: the same, or the result of a slice.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
-                                const float (&middle)[16], const WorkTile& work, int t) {
+HOPWELL_DEVICE void store_dq_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
+                                  const float (&middle)[16], const WorkTile& work, int t) {
   if (!p.dq) return;
   if (work.slice < 0) {
     store_dq<kDqk, kHalf>(p, s, dq, middle, work, t);
@@ -198,8 +198,8 @@ HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const 
 
 // Half 0: converts S to P, and computes the sums over heads. Half 1: converts dP to dS, which it stores and also keeps.
 template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage, class List>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const List& entries, float (&acc)[32],
-                                  const HeldKeys& held, int step, int t, DsFragments& ds) {
+HOPWELL_DEVICE void scores_to_ds(const Params& p, Storage& s, const List& entries, float (&acc)[32],
+                                 const HeldKeys& held, int step, int t, DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
     make_p<kMerged>(p, acc, s.heads, t, held);
@@ -253,7 +253,7 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
-    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, entries, acc, held, step, t, ds);
+    scores_to_ds<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, entries, acc, held, step, t, ds);
     if constexpr (kHalf == 1 && kPanelsBeside<kFixed> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
@@ -276,7 +276,7 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
       if constexpr (kHalf == 0) gather_middle(p, s, keys, policy, t);
       if constexpr (kMerged && kHalf == 0) publish_holders(s.holders, holders, step + 1, t);
       arch::cp_async_commit();
-      if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
+      if (p.prefetch_dkv_accum) prefetch_dkv_rows<kDqk, kHalf>(p, keys, t);
     }
     if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
     if constexpr (kPanelsBeside<kFixed> > 0) add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
@@ -286,7 +286,7 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
       arch::barrier_sync(kKeysFull, 256);
     }
   }
-  finish_tile<kDqk, kHalf>(p, s, dq, middle, work, arch::thread_index_anew() % 128);
+  store_dq_tile<kDqk, kHalf>(p, s, dq, middle, work, arch::thread_index_anew() % 128);
 }
 
 // ---- warpgroup 2
@@ -363,7 +363,7 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
   int keys[4], batch[kEntryBatch];
   load_keys(keys, entries, 0, t);
   load_entries<Config::kThreads>(batch, entries, arch::thread_index());
-  const arch::CachePolicy policy = p.streams_keys ? arch::evict_first_policy() : arch::evict_normal_policy();
+  const arch::CachePolicy policy = p.kv_evict_first ? arch::evict_first_policy() : arch::evict_normal_policy();
   if (arch::thread_index() == 0) s.policy = policy;
   if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, policy, 0, t);
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, policy, 0, t);
@@ -419,7 +419,7 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
     launch_main<single_kernel<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
         problem, plan, workspace, plan.singles, further_params_of<P>(problem), Config::kThreads, kBytes, stream);
   };
-  if (plan.sums == DkvSums::fixed_point)
+  if (plan.dkv_accum == DkvAccum::fixed_point)
     launch.template operator()<true, false>();
   else if (problem.attn && !plan.distribution)
     launch.template operator()<false, true>();

@@ -316,8 +316,9 @@ HOPWELL_DEVICE void multiply_values(Storage& s, const Tile& at, int tile_of_quer
 
 // Writes max_logits and lse. `scale`: final scale of O. Reuses the space of P, which has been read.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int query, const SoftmaxState<Storage>& heads,
-                                   const PartialSums& partial, float (&scale)[Storage::kPairs][2]) {
+HOPWELL_DEVICE void finalize_softmax(const Params& p, Storage& s, int self, int query,
+                                     const SoftmaxState<Storage>& heads, const PartialSums& partial,
+                                     float (&scale)[Storage::kPairs][2]) {
   const int head = head_of(place_of_sums<Storage>()), warp = arch::warp_index() % 4;
   auto& sums = reinterpret_cast<float (&)[2][4][Storage::kHeads]>(s.p[self]);
   store_max(s, self, heads.max);
@@ -393,7 +394,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       multiply_values(s, at, i, partial, out);
     }
     float scale[Storage::kPairs][2];
-    finish_softmax(p, s, self, int(number), heads, partial, scale);  // a query has one work tile
+    finalize_softmax(p, s, self, int(number), heads, partial, scale);  // a query has one work tile
     store_out(p, s, self, int(number), scale, out);
   }
 }

@@ -279,9 +279,9 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
 
 // Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
-                                   const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
-                                   float (&scale)[2]) {
+HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
+                                     const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
+                                     float (&scale)[2]) {
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
   HOPWELL_UNROLL
@@ -495,7 +495,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       }
     }
     float scale[2];
-    finish_softmax(p, s, self, work, work_parity, state, scale);
+    finalize_softmax(p, s, self, work, work_parity, state, scale);
     if constexpr (Storage::kBoxes)
       store_out_by_panels(p, s, self, work, out, scale);
     else

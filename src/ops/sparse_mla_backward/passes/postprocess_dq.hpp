@@ -28,7 +28,8 @@ static __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __gri
   }
 }
 
-inline void finish_dq(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass, Stream stream) {
+inline void postprocess_dq(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass,
+                           Stream stream) {
   if (!problem.dq || pass.sliced_tiles == 0) return;
   const DqSlicesParams p{params_of({}, problem, plan, workspace, pass).merged,
                          runtime::at_offset<float>(workspace, plan.workspace.dq_slices),

@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs, preprocess: clears the sums.
+// sparse_mla_backward on GPUs, preprocess: clears attn and dkv_accum.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -20,25 +20,25 @@ inline void clear(const ClearParams& p, const runtime::Device& device, Stream st
   runtime::launch(kName, clear_rows, shape_over_rows(p.rows, device), stream, p);
 }
 
-// dkv_accum of a call; no rows if there is none.
-inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan, void* workspace) {
-  if (plan.sums == DkvSums::none) return {};
-  if (plan.sums == DkvSums::output)
+// The rows of dkv_accum to clear; no rows without dkv.
+inline ClearParams cleared_dkv_accum(const Problem& problem, const Plan& plan, void* workspace) {
+  if (plan.dkv_accum == DkvAccum::none) return {};
+  if (plan.dkv_accum == DkvAccum::output)
     return {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
-  return {runtime::at_offset<uint32_t>(workspace, plan.workspace.dkv), rows_of_sums(problem), problem.d_qk,
+  return {runtime::at_offset<uint32_t>(workspace, plan.workspace.dkv), rows_of_dkv_accum(problem), problem.d_qk,
           problem.d_qk};
 }
-inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
+inline ClearParams cleared_attn(const Problem& problem, const Plan& plan) {
   if (!problem.attn || plan.distribution) return {};
   return {problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0]};
 }
 
-// Clears all sums but those that order_rows clears: attn, and dkv if there are enough queries.
-inline void clear_sums(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+// Clears attn and dkv_accum, except for what order_rows clears: attn, and dkv_accum if there are enough queries.
+inline void clear_accumulators(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (plan.throttles)
     clear({runtime::at_offset<uint32_t>(workspace, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
-  if (!plan.orders_rows) clear(attn_sums_of(problem, plan), problem.device, stream);
-  if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan, workspace), problem.device, stream);
+  if (!plan.orders_rows) clear(cleared_attn(problem, plan), problem.device, stream);
+  if (!plan.order_clears_dkv_accum) clear(cleared_dkv_accum(problem, plan, workspace), problem.device, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

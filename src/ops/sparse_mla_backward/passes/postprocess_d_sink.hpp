@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps) sum_sink_parts(const __grid_c
   p.d_sink[head * p.stride] = sum;
 }
 
-inline void finish_d_sink(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+inline void postprocess_d_sink(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (!problem.d_sink) return;
   const SinkParams p{runtime::at_offset<float>(workspace, plan.workspace.sink_parts), problem.d_sink.as<float>(),
                      problem.s_q, problem.d_sink.stride[0], static_cast<int>(problem.h_q)};

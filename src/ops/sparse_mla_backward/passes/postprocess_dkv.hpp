@@ -2,9 +2,9 @@
 // order.
 //
 //     order_dkv_columns   dkv_accum is the output itself
-//     finish_fp32_dkv     fp32 sums in the workspace: to the dtype and strides of the output; with `accumulate` added
-//                         to it
-//     finish_fixed_dkv    the same for fixed-point sums
+//     convert_fp32_dkv    dkv_accum is fp32 in the workspace: converts it to the dtype and strides of the output; with
+//                         `accumulate` adds it to the output
+//     convert_fixed_dkv   the same for fixed-point dkv_accum
 #pragma once
 
 #include "ops/sparse_mla_backward/add_dkv.hpp"
@@ -13,7 +13,7 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 // Of dkv, or in the same members of d_window_kv.
-struct FinishParams {
+struct PostprocessParams {
   const float* sums;  // [s_kv, d_qk], columns at sum_position
   float* dkv;         // [s_kv, d_qk], or null
   bf16* dkv_bf16;     // the same, or null
@@ -22,7 +22,7 @@ struct FinishParams {
   bool accumulate;
 };
 
-HOPWELL_DEVICE void store_sum(const FinishParams& p, int64_t row, int column, float sum) {
+HOPWELL_DEVICE void store_sum(const PostprocessParams& p, int64_t row, int column, float sum) {
   const int64_t at = row * p.stride + column;
   if (p.dkv_bf16)
     p.dkv_bf16[at] = arch::to_bf16(sum);
@@ -30,7 +30,7 @@ HOPWELL_DEVICE void store_sum(const FinishParams& p, int64_t row, int column, fl
     p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
 }
 
-__global__ void __launch_bounds__(kPassThreads) finish_fp32_dkv(const __grid_constant__ FinishParams p) {
+__global__ void __launch_bounds__(kPassThreads) convert_fp32_dkv(const __grid_constant__ PostprocessParams p) {
   for (int64_t row = arch::block_index(); row < p.s_kv; row += arch::grid_size())
     for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads)
       store_sum(p, row, column, p.sums[row * p.d_qk + sum_position(column)]);
@@ -61,15 +61,15 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
   }
 }
 
-struct FinishFixedParams {
-  const int64_t* words;   // [s_kv, d_qk / 2], columns at sum_word
-  const float* scale;     // [s_kv]
-  const uint32_t* count;  // [s_kv]: entries
-  uint32_t additions;     // per entry: number of head blocks
-  FinishParams output;    // its `sums` are not used
+struct PostprocessFixedParams {
+  const int64_t* words;      // [s_kv, d_qk / 2], columns at sum_word
+  const float* scale;        // [s_kv]
+  const uint32_t* count;     // [s_kv]: entries
+  uint32_t additions;        // per entry: number of head blocks
+  PostprocessParams output;  // its `sums` are not used
 };
 
-__global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_constant__ FinishFixedParams p) {
+__global__ void __launch_bounds__(kPassThreads) convert_fixed_dkv(const __grid_constant__ PostprocessFixedParams p) {
   const int d_qk = p.output.d_qk;
   for (int64_t row = arch::block_index(); row < p.output.s_kv; row += arch::grid_size())
     for (int column = arch::thread_index(); column < d_qk; column += kPassThreads) {
@@ -80,35 +80,36 @@ __global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_co
 }
 
 // Writes one output from the rows of dkv_accum from `first` on.
-inline void finish_rows(const Problem& problem, const Plan& plan, void* workspace, const View& output,
-                        std::int64_t first, Stream stream) {
+inline void postprocess_rows(const Problem& problem, const Plan& plan, void* workspace, const View& output,
+                             std::int64_t first, Stream stream) {
   const std::int64_t rows = output.shape[0];
   if (!output || rows == 0) return;
   const arch::LaunchShape shape = shape_over_rows(rows, problem.device);
   const int d_qk = static_cast<int>(problem.d_qk);
   const bool fp32 = output.dtype == DType::kFloat32;
-  const FinishParams p{runtime::at_offset<float>(workspace, plan.workspace.dkv) + first * d_qk,
-                       fp32 ? output.as<float>() : nullptr,
-                       fp32 ? nullptr : output.as<bf16>(),
-                       output.stride[0],
-                       rows,
-                       d_qk,
-                       problem.accumulate};
-  if (plan.sums == DkvSums::output)
+  const PostprocessParams p{runtime::at_offset<float>(workspace, plan.workspace.dkv) + first * d_qk,
+                            fp32 ? output.as<float>() : nullptr,
+                            fp32 ? nullptr : output.as<bf16>(),
+                            output.stride[0],
+                            rows,
+                            d_qk,
+                            problem.accumulate};
+  if (plan.dkv_accum == DkvAccum::output)
     runtime::launch(kName, order_dkv_columns, shape, stream, OrderColumnsParams{p.dkv, p.stride, p.s_kv, d_qk});
-  else if (plan.sums == DkvSums::scratch)
-    runtime::launch(kName, finish_fp32_dkv, shape, stream, p);
+  else if (plan.dkv_accum == DkvAccum::scratch)
+    runtime::launch(kName, convert_fp32_dkv, shape, stream, p);
   else
-    runtime::launch(kName, finish_fixed_dkv, shape, stream,
-                    FinishFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv) + first * (d_qk / 2),
-                                      runtime::at_offset<float>(workspace, plan.workspace.scale) + first,
-                                      runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first,
-                                      static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
+    runtime::launch(
+        kName, convert_fixed_dkv, shape, stream,
+        PostprocessFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv) + first * (d_qk / 2),
+                               runtime::at_offset<float>(workspace, plan.workspace.scale) + first,
+                               runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first,
+                               static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
 }
 
-inline void finish_dkv(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  finish_rows(problem, plan, workspace, problem.dkv, 0, stream);
-  finish_rows(problem, plan, workspace, problem.d_window_kv, problem.s_kv, stream);
+inline void postprocess_dkv(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  postprocess_rows(problem, plan, workspace, problem.dkv, 0, stream);
+  postprocess_rows(problem, plan, workspace, problem.d_window_kv, problem.s_kv, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET
