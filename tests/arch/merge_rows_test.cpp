@@ -29,7 +29,7 @@ struct Problem {
 enum class Verdict { left_at_first_look, left_after_count, merged };
 struct Union {
   std::vector<int> keys;
-  std::vector<uint8_t> holders;
+  std::vector<uint8_t> member_masks;
   int length = 0;
   Verdict verdict = Verdict::merged;
 };
@@ -66,7 +66,7 @@ class Rows {
   struct Merged {
     arch::emu::Report report;
     std::vector<int> keys, lengths;  // with one more element each, which nothing may write
-    std::vector<uint8_t> holders;
+    std::vector<uint8_t> member_masks;
   };
   [[nodiscard]] Merged merge(const arch::emu::Options& options) const {
     const size_t all = capacity() * size_t(problem_.groups);
@@ -75,7 +75,7 @@ class Rows {
                   std::vector<int>(size_t(problem_.groups) + 1, kPoison),
                   std::vector<uint8_t>(all + 1, kPoisonByte)};
     MergeParams p = merge_;
-    p.keys = merged.keys.data(), p.holders = merged.holders.data(), p.lengths = merged.lengths.data();
+    p.keys = merged.keys.data(), p.member_masks = merged.member_masks.data(), p.lengths = merged.lengths.data();
     const arch::emu::LaunchShape shape{
         {uint32_t(problem_.groups), 1, 1}, {kMergeThreads, 1, 1}, {1, 1, 1}, sizeof(MergeStorage)};
     merged.report = arch::emu::launch(
@@ -89,7 +89,8 @@ class Rows {
     return merged.lengths[size_t(group)] == expected.length &&
            (expected.length == 0 ||
             (std::equal(expected.keys.begin(), expected.keys.end(), merged.keys.begin() + first) &&
-             std::equal(expected.holders.begin(), expected.holders.end(), merged.holders.begin() + first)));
+             std::equal(expected.member_masks.begin(), expected.member_masks.end(),
+                        merged.member_masks.begin() + first)));
   }
   [[nodiscard]] bool are_unions(const Merged& merged) const {
     for (int group = 0; group < problem_.groups; ++group)
@@ -102,7 +103,7 @@ class Rows {
     const Merged merged = merge(options);
     EXPECT_TRUE(merged.report.clean()) << merged.report.text();
     EXPECT_EQ(merged.keys.back(), kPoison);
-    EXPECT_EQ(merged.holders.back(), kPoisonByte);
+    EXPECT_EQ(merged.member_masks.back(), kPoisonByte);
     EXPECT_EQ(merged.lengths.back(), kPoison);
     std::map<Verdict, int> verdicts;
     for (int group = 0; group < problem_.groups; ++group) {
@@ -151,9 +152,9 @@ class Rows {
                  end = counts.lower_bound(int(std::min<int64_t>(first + at_once, problem_.s_kv)));
       for (int time = 0; time < problem_.topk; ++time) {
         for (auto at = begin; at != end; ++at) {
-          int holders = 0;
-          for (int m = 0; m < problem_.members; ++m) holders |= int(at->second[size_t(m)] > time) << m;
-          if (holders != 0) result.keys.push_back(at->first), result.holders.push_back(uint8_t(holders));
+          int member_mask = 0;
+          for (int m = 0; m < problem_.members; ++m) member_mask |= int(at->second[size_t(m)] > time) << m;
+          if (member_mask != 0) result.keys.push_back(at->first), result.member_masks.push_back(uint8_t(member_mask));
         }
       }
     }

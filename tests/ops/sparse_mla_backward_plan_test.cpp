@@ -46,8 +46,8 @@ void expect_all_work_once(const Problem& p, const Plan& plan) {
       const WorkTile work = work_tile_of(pass, cluster, pass.heads);
       ASSERT_TRUE(work.query >= 0 && work.query < p.s_q);
       ASSERT_TRUE(work.first_head >= 0 && work.first_head < p.h_q);
-      ASSERT_EQ(work.slice, cluster < pass.whole_tiles ? -1 : first_slice++);
-      const int end = work.slice < 0 ? entries : work.first_entry + pass.slice_entries;
+      ASSERT_EQ(work.split, cluster < pass.whole_tiles ? -1 : first_slice++);
+      const int end = work.split < 0 ? entries : work.first_entry + pass.split_entries;
       for (int head = work.first_head; head < work.first_head + pass.heads; head += 64)
         ranges[{work.query, head}].emplace_back(work.first_entry, std::min(end, entries));
     }
@@ -58,7 +58,7 @@ void expect_all_work_once(const Problem& p, const Plan& plan) {
       std::sort(of_head.begin(), of_head.end());
       int covered = 0;
       for (const auto& [first, end] : of_head) {
-        if (end <= first) continue;  // a slice may be empty
+        if (end <= first) continue;  // a split may be empty
         ASSERT_EQ(first, covered) << query << ' ' << head;
         covered = end;
       }
@@ -98,7 +98,7 @@ TEST(SparseMlaBackwardPlan, HeadsGoToPairsFirst) {
   EXPECT_EQ(blocks(128, true, kDeterministicPairs), Blocks(1, 0));
 }
 
-TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
+TEST(SparseMlaBackwardPlan, SplitsFillTheLastWave) {
   for (const int sms : kSms) {
     for (const std::int64_t h_q : {64, 128}) {
       for (std::int64_t s_q = 1; s_q <= 400; ++s_q) {
@@ -106,12 +106,12 @@ TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
         const Plan plan = make_plan(p, kHopper);
         const MainPass& pass = h_q == 64 ? plan.singles : plan.pairs;
         const int at_a_time = sms / pass.ctas;
-        ASSERT_EQ(pass.whole_tiles + pass.sliced_tiles, s_q);
-        ASSERT_LE(pass.slices, 8);
-        if (pass.slices == 1) continue;
+        ASSERT_EQ(pass.whole_tiles + pass.split_tiles, s_q);
+        ASSERT_LE(pass.splits, 8);
+        if (pass.splits == 1) continue;
         EXPECT_EQ(pass.whole_tiles % at_a_time, 0);
-        EXPECT_LE(pass.sliced_tiles * pass.slices, at_a_time);
-        EXPECT_EQ(pass.slice_entries % 64, 0);
+        EXPECT_LE(pass.split_tiles * pass.splits, at_a_time);
+        EXPECT_EQ(pass.split_entries % 64, 0);
         EXPECT_LE(plan.workspace_bytes, 4UL * 32768 * 576 + (4UL * 2048 + 4) * 400 + 2048);
       }
     }
@@ -119,21 +119,21 @@ TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
   // 4,096 queries on a whole H200: 31 waves and 4 tiles, or 62 and 4.
   const Plan single = make_plan(problem_of(4096, 64, 8192, 2048, 132), kHopper),
              pair = make_plan(problem_of(4096, 128, 8192, 2048, 132), kHopper);
-  EXPECT_EQ(single.singles.sliced_tiles, 4);
-  EXPECT_EQ(single.singles.slices, 8);
-  EXPECT_EQ(pair.pairs.sliced_tiles, 4);
-  EXPECT_EQ(pair.pairs.slices, 8);
+  EXPECT_EQ(single.singles.split_tiles, 4);
+  EXPECT_EQ(single.singles.splits, 8);
+  EXPECT_EQ(pair.pairs.split_tiles, 4);
+  EXPECT_EQ(pair.pairs.splits, 8);
   EXPECT_EQ(single.workspace_bytes, 4UL * 4 * 8 * 64 * 576);
 }
 
-// Sums that are not in the output must be added to in any case, so slices would add nothing but dq's memory.
-TEST(SparseMlaBackwardPlan, NoSlicesWhereSumsAreInTheWorkspace) {
+// Sums that are not in the output must be added to in any case, so splits would add nothing but dq's memory.
+TEST(SparseMlaBackwardPlan, NoSplitsWhereSumsAreInTheWorkspace) {
   Problem p = problem_of(133, 64, 8192, 2048, 132);
-  EXPECT_GT(make_plan(p, kHopper).singles.slices, 1);
+  EXPECT_GT(make_plan(p, kHopper).singles.splits, 1);
   p.accumulate = true;
-  EXPECT_EQ(make_plan(p, kHopper).singles.slices, 1);
+  EXPECT_EQ(make_plan(p, kHopper).singles.splits, 1);
   p.accumulate = false, p.deterministic = true;
-  EXPECT_EQ(make_plan(p, kHopper).singles.slices, 1);
+  EXPECT_EQ(make_plan(p, kHopper).singles.splits, 1);
 }
 
 TEST(SparseMlaBackwardPlan, WhereDkvIsSummed) {
@@ -165,9 +165,9 @@ TEST(SparseMlaBackwardPlan, WindowKeysAreEntriesAndRowsOfTheSums) {
   const std::int64_t rows = 2048 + 133 + 127;
   const Plan plan = make_plan(p, kHopper);
   EXPECT_EQ(plan.dkv_accum, DkvAccum::scratch);
-  EXPECT_GT(plan.singles.slices, 1);
+  EXPECT_GT(plan.singles.splits, 1);
   expect_all_work_once(p, plan);
-  EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(4 * rows * 576 + 4 * 64 * 576 * plan.singles.slices));
+  EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(4 * rows * 576 + 4 * 64 * 576 * plan.singles.splits));
   EXPECT_FALSE(unsupported(p, plan));
   p.window_kv.stride[0] = std::int64_t{1} << 40;
   EXPECT_EQ(unsupported(p, plan)->reason, "needs the row stride of window_kv below 2^31");
@@ -220,7 +220,7 @@ TEST(SparseMlaBackwardPlan, OrderAndThrottleFollowL2) {
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
-// Devices as plans see them: an A100, H100, H200 and B200, a slice of an H100, the emulator, and the emulator as an H100.
+// Devices as plans see them: an A100, H100, H200 and B200, a split of an H100, the emulator, and the emulator as an H100.
 std::vector<runtime::Device> devices() {
   const auto card = [](int capability, int sms, std::size_t l2_mib, double bytes_per_ns, DLDeviceType type = kDLCUDA) {
     return runtime::Device{.location = {type, 0},
@@ -238,13 +238,13 @@ std::vector<runtime::Device> devices() {
 // What of a plan decides in which order the keys of a query are taken, and how its dq is added up.
 struct OrderOfDq {
   bool orders_rows;
-  int turning_tiles, sliced_tiles, pair_blocks, single_blocks;
+  int serpentine_tiles, split_tiles, pair_blocks, single_blocks;
   std::int64_t groups;
   bool operator==(const OrderOfDq&) const = default;
 };
 OrderOfDq order_of_dq(const Problem& p, const MainKernels& kernels) {
   const Plan plan = make_plan(p, kernels);
-  return {plan.orders_rows,       plan.turning_tiles,       plan.pairs.sliced_tiles + plan.singles.sliced_tiles,
+  return {plan.orders_rows,       plan.serpentine_tiles,    plan.pairs.split_tiles + plan.singles.split_tiles,
           plan.pairs.head_blocks, plan.singles.head_blocks, plan.groups.count};
 }
 
@@ -259,8 +259,8 @@ TEST(SparseMlaBackwardPlan, DeterministicDqDependsOnItsRowAlone) {
             alone.deterministic = true, alone.indices_ascending = ascending, alone.dkv = {};
             alone.selection.indices = &index;
             const OrderOfDq expected = order_of_dq(alone, kernels);
-            EXPECT_TRUE(expected.orders_rows == !ascending && expected.turning_tiles == 0 &&
-                        expected.sliced_tiles == 0 && expected.groups == 0);
+            EXPECT_TRUE(expected.orders_rows == !ascending && expected.serpentine_tiles == 0 &&
+                        expected.split_tiles == 0 && expected.groups == 0);
             for (const runtime::Device& device : devices())
               for (const std::int64_t s_q : {1, 2, 131, 132, 133, 700})
                 for (const bool dkv : {false, true})
@@ -294,18 +294,18 @@ TEST(SparseMlaBackwardPlan, FewQueriesDoNotClearSumsWhileTheyAreOrdered) {
 }
 
 TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {
-  const auto turning_tiles = [](std::int64_t h_q, std::int64_t s_kv, auto change) {
+  const auto serpentine_tiles = [](std::int64_t h_q, std::int64_t s_kv, auto change) {
     Problem p = problem_of(4096, h_q, s_kv, 2048, 132);
     change(p);
-    return make_plan(p, kMergesRows).turning_tiles;
+    return make_plan(p, kMergesRows).serpentine_tiles;
   };
   const auto as_it_is = [](Problem&) {};
-  EXPECT_EQ(turning_tiles(64, 65536, as_it_is), 132);
-  EXPECT_EQ(turning_tiles(128, 65536, as_it_is), 66);
-  EXPECT_EQ(turning_tiles(160, 65536, as_it_is), 0);  // a pair, and a CTA for what is left
-  EXPECT_EQ(turning_tiles(64, 8192, as_it_is), 0);
-  EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.indices_ascending = true; }), 0);
-  EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
+  EXPECT_EQ(serpentine_tiles(64, 65536, as_it_is), 132);
+  EXPECT_EQ(serpentine_tiles(128, 65536, as_it_is), 66);
+  EXPECT_EQ(serpentine_tiles(160, 65536, as_it_is), 0);  // a pair, and a CTA for what is left
+  EXPECT_EQ(serpentine_tiles(64, 8192, as_it_is), 0);
+  EXPECT_EQ(serpentine_tiles(64, 65536, [](Problem& p) { p.indices_ascending = true; }), 0);
+  EXPECT_EQ(serpentine_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
 }
 
 // By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it first, and CTAs
@@ -363,8 +363,8 @@ TEST(SparseMlaBackwardPlan, NothingInTheWorkspaceTwice) {
           for (const std::size_t offset : {w.scale, w.largest, w.count}) parts.emplace_back(offset, 4UL << 15);
         if (attn && !deterministic) parts.emplace_back(w.sources, 2UL * 300 * 2048);
         for (const MainPass& pass : {plan.pairs, plan.singles}) {
-          const auto slices = static_cast<std::size_t>(pass.sliced_tiles * (pass.slices > 1 ? pass.slices : 0));
-          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), plan.workspace_bytes);
+          const auto splits = static_cast<std::size_t>(pass.split_tiles * (pass.splits > 1 ? pass.splits : 0));
+          EXPECT_LE(w.dq_splits + 4UL * 576 * splits * static_cast<std::size_t>(pass.heads), plan.workspace_bytes);
         }
         std::sort(parts.begin(), parts.end());
         for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -402,7 +402,7 @@ TEST(SparseMlaBackwardPlan, GroupsHoldAsManyQueriesAsFit) {
       std::vector<int> covered(static_cast<std::size_t>(s_q));
       for (int cluster = 0; cluster < groups.clusters(); ++cluster) {
         const WorkTile work = work_tile_of(groups, cluster, groups.heads);
-        EXPECT_EQ(work.slice, -1);
+        EXPECT_EQ(work.split, -1);
         EXPECT_EQ(work.first_head, 0);
         for (int member = 0; member < count; ++member)
           ++covered.at(static_cast<std::size_t>(work.query * count + member));
@@ -451,19 +451,19 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     p.attn_sink = p.d_sink = view(DType::kFloat32, {16});
     const Plan plan = make_plan(p, kMergesRows);
     ASSERT_TRUE(plan.orders_rows && plan.throttles);
-    EXPECT_EQ(plan.turning_tiles, 0);
+    EXPECT_EQ(plan.serpentine_tiles, 0);
     const Workspace& w = plan.workspace;
     const std::size_t entries = 75UL * 4 * 2048;
-    const auto slices = static_cast<std::size_t>(plan.singles.sliced_tiles * plan.singles.slices);
+    const auto splits = static_cast<std::size_t>(plan.singles.split_tiles * plan.singles.splits);
     std::vector<std::pair<std::size_t, std::size_t>> parts = {{w.rows, 4UL * 301 * 2048},
                                                               {w.lengths, 4UL * 301},
                                                               {w.progress, 8UL},
                                                               {w.sink_parts, 4UL * 301 * 16},
                                                               {w.merged_rows.keys, 4 * entries},
-                                                              {w.merged_rows.holders, entries},
+                                                              {w.merged_rows.member_masks, entries},
                                                               {w.merged_rows.lengths, 4UL * 75}};
     if (accumulate) parts.emplace_back(w.dkv, 4UL * 576 << 15);
-    if (slices > 0) parts.emplace_back(w.dq_slices, 4UL * 576 * 64 * slices);
+    if (splits > 0) parts.emplace_back(w.dq_splits, 4UL * 576 * 64 * splits);
     std::sort(parts.begin(), parts.end());
     for (std::size_t i = 0; i < parts.size(); ++i) {
       EXPECT_EQ(parts[i].first % 256, 0U);

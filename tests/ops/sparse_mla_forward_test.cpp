@@ -225,8 +225,8 @@ TEST(SparseMlaForward, PlansOfGroupsHaveWorkspaceAndLeaveTheRest) {
   EXPECT_EQ(plan.work_tiles, 64U);  // what is not left is found out on the device
   EXPECT_EQ(plan.tile_heads, 16);
   const std::size_t entries = 60UL * 256;
-  EXPECT_LE(plan.merged_rows.keys + 4 * entries, plan.merged_rows.holders);
-  EXPECT_LE(plan.merged_rows.holders + entries, plan.merged_rows.lengths);
+  EXPECT_LE(plan.merged_rows.keys + 4 * entries, plan.merged_rows.member_masks);
+  EXPECT_LE(plan.merged_rows.member_masks + entries, plan.merged_rows.lengths);
   EXPECT_LE(plan.merged_rows.lengths + 4UL * 12, plan.workspace_bytes);
   EXPECT_LE(plan.workspace_bytes, 5 * entries + 4UL * 12 + 3UL * 256);
   Problem apart = p;

@@ -20,7 +20,7 @@ tile::MergeParams merge_params(const Problem& problem, void* workspace, const Qu
           groups.members,
           tile::MergeStorage::words_of(groups.members),
           runtime::at_offset<int>(workspace, place.keys),
-          runtime::at_offset<uint8_t>(workspace, place.holders),
+          runtime::at_offset<uint8_t>(workspace, place.member_masks),
           runtime::at_offset<int>(workspace, place.lengths),
           most};
 }

@@ -22,7 +22,7 @@ struct QueryGroups {
 
 // Byte offsets in the workspace: the groups' keys, their member masks, and their lengths.
 struct MergedRowsPlace {
-  std::size_t keys = 0, holders = 0, lengths = 0;
+  std::size_t keys = 0, member_masks = 0, lengths = 0;
 };
 
 // Groups as many queries of a problem as fit in a kernel's `tile_heads` heads. `rows`: tensors in which the rows of a
@@ -42,7 +42,7 @@ inline MergedRowsPlace place_merged_rows(const QueryGroups& groups, std::int64_t
   if (groups.count == 0) return {};
   const std::int64_t entries = groups.count * groups.members * topk;
   MergedRowsPlace place;
-  place.keys = layout.reserve(4 * entries), place.holders = layout.reserve(entries);
+  place.keys = layout.reserve(4 * entries), place.member_masks = layout.reserve(entries);
   place.lengths = layout.reserve(4 * groups.count);
   return place;
 }

@@ -38,9 +38,9 @@ struct alignas(128) ClusterWarpStorage {
 };
 template <class Tile>
 struct ClusterStorage {
-  arch::mbarrier inbox_full;
+  arch::mbarrier receive_full;
   // [CTAs of the cluster, slice]: two values, then maximum and sum
-  alignas(16) arch::Words4 inbox[Tile::Partial::kValues / 2 + kMaxCluster];
+  alignas(16) arch::Words4 receive_buffer[Tile::Partial::kValues / 2 + kMaxCluster];
   ClusterWarpStorage<Tile> of_warp[kMaxWarps];  // only `warps` of them are allocated
 };
 template <class Tile>
@@ -177,17 +177,18 @@ HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& wo
 // Merges the partial results of this CTA's warps, two values per thread, and sends them to the CTAs that store them.
 template <WarpTile Tile>
 HOPWELL_DEVICE void send_sums(const ClusterParams& p, const ClusterWork& work, ClusterStorage<Tile>& s, int pitch) {
-  const uint32_t inbox = arch::shared_address(s.inbox), inbox_full = arch::shared_address(&s.inbox_full);
+  const uint32_t receive_buffer = arch::shared_address(s.receive_buffer),
+                 receive_full = arch::shared_address(&s.receive_full);
   HOPWELL_NO_UNROLL
   for (int o = arch::thread_index(); o < p.schedule.pairs; o += p.schedule.threads) {
     const PairIndex at(p, o);
     const int owner = o / p.slice, slot = work.rank * p.slice + o - owner * p.slice;
     const PairSums sums = merge_partials<kMaxWarps>(
         p.schedule.warps, [&](int warp) { return load_sums<2>(s.of_warp[warp].partial, pitch, at); });
-    arch::store_async_v4(arch::map_to_rank(inbox + uint32_t(16 * slot), uint32_t(owner)),
+    arch::store_async_v4(arch::map_to_rank(receive_buffer + uint32_t(16 * slot), uint32_t(owner)),
                          {arch::bit_cast<uint32_t>(sums.value[0]), arch::bit_cast<uint32_t>(sums.value[1]),
                           arch::bit_cast<uint32_t>(sums.maximum), arch::bit_cast<uint32_t>(sums.sum)},
-                         arch::map_to_rank(inbox_full, uint32_t(owner)));
+                         arch::map_to_rank(receive_full, uint32_t(owner)));
   }
 }
 
@@ -202,8 +203,8 @@ HOPWELL_DEVICE void store_slice(const ClusterParams& p, const ClusterWork& work,
     const OutputRow row = output_row_of(p, work.row_block, at.row);
     T* out = out_at<T>(p.output, work.sequence, row) + 2 * at.pair;
     float* lse = at.pair > 0 || !p.output.lse ? nullptr : lse_at(p.output, work.sequence, row);
-    const uint32_t from = arch::shared_address(&s.inbox[i]);
-    arch::mbarrier_wait_cluster(s.inbox_full, 0);
+    const uint32_t from = arch::shared_address(&s.receive_buffer[i]);
+    arch::mbarrier_wait_cluster(s.receive_full, 0);
     const PairSums all = merge_partials<kMaxCluster>(p.cluster, [&](int cta) {
       const arch::Words4 x = arch::load_shared_v4(from + uint32_t(16 * cta * p.slice));
       return PairSums{arch::bit_cast<float>(x.w[2]),
@@ -223,9 +224,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) paged_attention_cluster(const 
   auto& s = arch::dynamic_smem<ClusterStorage<Tile>>();
   const ClusterWork work(p);
   if (arch::thread_index() == 0) {
-    arch::mbarrier_init(s.inbox_full, 1);
+    arch::mbarrier_init(s.receive_full, 1);
     arch::fence_mbarrier_init();
-    arch::mbarrier_arrive_expect_tx(s.inbox_full, uint32_t(16 * p.cluster * work.pairs(p)));
+    arch::mbarrier_arrive_expect_tx(s.receive_full, uint32_t(16 * p.cluster * work.pairs(p)));
   }
   arch::cluster_arrive();
   prefetch_inputs(p);

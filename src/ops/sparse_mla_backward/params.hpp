@@ -23,18 +23,18 @@ struct Params {
   using Entries = tile::Entries;
 
   tile::SelectionParams selection;
-  tile::MergedRows merged;  // selects this kernel's queries
-  const uint8_t* holders;   // member masks of the merged rows' keys
-  const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const bf16 *out, *d_out;  // [s_q, h_q, 512]
-  const float *lse, *sink;  // [s_q, h_q], [h_q] or null
-  bf16* dq;                 // [s_q, h_q, d_qk], or null
-  float* dkv;               // dkv_accum [s_kv, d_qk], columns at sum_position; or null
-  int64_t* fixed_dkv;       // the same in fixed point, [s_kv, d_qk / 2] pairs, columns at sum_word; or null
-  const float* scale;       // [s_kv], scale of the fixed point of a row
-  float* attn;              // [s_q, topk], added to, in the selection's order; or null
-  uint32_t* progress;       // sum of the steps of all CTAs; or null: no throttling
-  float* sink_parts;        // [s_q, h_q]: contributions to d_sink; or null
+  tile::MergedRows merged;      // selects this kernel's queries
+  const uint8_t* member_masks;  // member masks of the merged rows' keys
+  const bf16 *q, *kv;           // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const bf16 *out, *d_out;      // [s_q, h_q, 512]
+  const float *lse, *sink;      // [s_q, h_q], [h_q] or null
+  bf16* dq;                     // [s_q, h_q, d_qk], or null
+  float* dkv;                   // dkv_accum [s_kv, d_qk], columns at sum_position; or null
+  int64_t* fixed_dkv;           // the same in fixed point, [s_kv, d_qk / 2] pairs, columns at sum_word; or null
+  const float* scale;           // [s_kv], scale of the fixed point of a row
+  float* attn;                  // [s_q, topk], added to, in the selection's order; or null
+  uint32_t* progress;           // sum of the steps of all CTAs; or null: no throttling
+  float* sink_parts;            // [s_q, h_q]: contributions to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride_s, dkv_stride;
@@ -44,8 +44,8 @@ struct Params {
   bool kv_evict_first;                     // rows of kv leave L2 before dkv_accum
   bool attn_with_sink;                     // attn sums exp(score − lse') instead of exp(score − lse)
   int wave, max_lead;                      // CTAs per wave, and steps: tile/gpu/throttle.hpp
-  int whole_tiles, slices, slice_entries;  // see work_tile_of
-  float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
+  int whole_tiles, splits, split_entries;  // see work_tile_of
+  float* dq_splits;                        // [split tiles, splits, heads of a tile, d_qk]
   float sm_scale, scale_log2;              // and sm_scale · log2(e)
 };
 
@@ -64,11 +64,11 @@ struct WindowParams : Params {
 // The entries of a tile.
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   const Entries entries = tile::entries_of(p.selection, work.query);
-  return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
+  return work.split < 0 ? entries : entries.slice(work.first_entry, p.split_entries);
 }
 HOPWELL_DEVICE tile::WindowEntries entries_of(const WindowParams& p, const WorkTile& work) {
   const tile::WindowEntries entries = tile::entries_of(p.selection, p.window, work.query);
-  return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
+  return work.split < 0 ? entries : entries.slice(work.first_entry, p.split_entries);
 }
 
 // Whether entry i, which has this key number, is valid.
@@ -85,7 +85,7 @@ HOPWELL_DEVICE int first_slot(const Params& /*p*/, const WorkTile& work, const E
 }
 HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const tile::WindowEntries& entries) {
   const Entries& selected = entries.selected;
-  const int* const row = p.selection.indices + work.query * p.selection.indices_stride;  // of the query, not of a slice
+  const int* const row = p.selection.indices + work.query * p.selection.indices_stride;  // of the query, not of a split
   return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
 }
 
@@ -136,7 +136,7 @@ inline Params params_of(const Problem& problem, const Plan& plan, void* workspac
     p.dkv = output ? problem.dkv.as<float>() : runtime::at_offset<float>(workspace, plan.workspace.dkv);
     p.dkv_stride = static_cast<int>(output ? problem.dkv.stride[0] : problem.d_qk);
   }
-  p.dq_slices = runtime::at_offset<float>(workspace, plan.workspace.dq_slices);
+  p.dq_splits = runtime::at_offset<float>(workspace, plan.workspace.dq_splits);
   return p;
 }
 
@@ -150,7 +150,7 @@ inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& pla
 // A group's rows of q, out and so on have the layout of one query with the heads of all members.
 inline void take_groups(Params& p, const Problem& problem, const Plan& plan, void* workspace) {
   const tile::MergeParams rows = merge_params_of(problem, plan, workspace);
-  p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
+  p.selection = tile::merged_rows_of(rows), p.member_masks = rows.member_masks;
   p.merged = {rows.lengths, 1, plan.grouped.whole_tiles, true};
   for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},
                                     {&p.out_stride_s, &p.out_stride_h},
@@ -169,7 +169,7 @@ inline Params params_of(Params p, const Problem& problem, const Plan& plan, void
                 plan.grouped.whole_tiles, false};
   if (pass.members > 1) take_groups(p, problem, plan, workspace);
   p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
-  p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;
+  p.whole_tiles = pass.whole_tiles, p.splits = pass.splits, p.split_entries = pass.split_entries;
   return p;
 }
 

@@ -106,16 +106,18 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan_throttle(plan, p, kernels, plan.ascending && pays);
 }
 
-// A wave that goes the other way through keys than the one before finds in L2 what that one added to last. Not with two
-// kernels, whose waves end at different queries; nor deterministic, where dq must not depend on the wave of its query.
-void plan_turns(Plan& plan, const Problem& p) {
+// Serpentine wave order: every other wave processes keys in descending order, because it then finds in L2 the rows that
+// the wave before added to last. Not used with two kernels, because their waves end at different queries, nor by
+// deterministic calls, because dq must not depend on the wave of its query.
+void plan_serpentine(Plan& plan, const Problem& p) {
   const bool two_kernels = plan.pairs.head_blocks > 0 && plan.singles.head_blocks > 0;
   if (!plan.orders_rows || two_kernels || plan.groups.count > 0 || p.deterministic) return;
-  plan.turning_tiles = std::max(p.device.sms / (plan.pairs.head_blocks > 0 ? plan.pairs.ctas : plan.singles.ctas), 1);
+  plan.serpentine_tiles =
+      std::max(p.device.sms / (plan.pairs.head_blocks > 0 ? plan.pairs.ctas : plan.singles.ctas), 1);
 }
 
-// Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on
-// the device, group by group. Not with attn, which is of each query, nor deterministic.
+// Groups adjacent queries with up to 32 heads. The device decides for each group whether the selections overlap enough.
+// Not used with attn, which each query has of its own, nor by deterministic calls.
 void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
   if (!kernels.merges_rows || p.attn || p.deterministic) return;
   plan.groups = query_groups(p, kernels.single_heads, {p.q, p.out, p.d_out, p.lse, p.dq});
@@ -123,25 +125,25 @@ void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.grouped.whole_tiles = static_cast<int>(plan.groups.count);
 }
 
-// Fills in how the tiles of a pass are shared out. Deterministic calls have no slices, because which queries are sliced,
-// and into how many, depends on the other queries and on the device.
+// Divides the tiles of a pass into whole tiles and split tiles. Deterministic calls have no splits, because the number
+// of queries and the device determine which queries are split, and into how many splits.
 MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvAccum dkv_accum) {
-  constexpr std::int64_t kMostSlices = 8;
+  constexpr std::int64_t kMostSplits = 8;
   const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(most_entries(p), kernels.keys),
                      at_a_time = std::max(p.device.sms / pass.ctas, 1), rest = tiles % at_a_time;
-  std::int64_t slices = 1;
+  std::int64_t splits = 1;
   if (rest > 0 && !p.deterministic && (dkv_accum == DkvAccum::none || dkv_accum == DkvAccum::output || p.window)) {
-    // What they give of dq takes no more memory than sums of dkv would that are not added to the output; or 2.4 MB.
+    // Limit: dq of the splits takes at most the memory of dkv_accum in the workspace, or 2.4 MB.
     const std::int64_t fit = std::max<std::int64_t>(rows_of_dkv_accum(p), 1024) / (rest * pass.heads);
-    slices = std::max<std::int64_t>(std::min({kMostSlices, at_a_time / rest, steps, fit}), 1);
+    splits = std::max<std::int64_t>(std::min({kMostSplits, at_a_time / rest, steps, fit}), 1);
   }
-  const std::int64_t sliced = slices > 1 ? rest : 0;
-  pass.whole_tiles = static_cast<int>(tiles - sliced), pass.sliced_tiles = static_cast<int>(sliced);
-  pass.slices = static_cast<int>(slices), pass.slice_entries = static_cast<int>(ceil_div(steps, slices) * kernels.keys);
+  const std::int64_t split_tiles = splits > 1 ? rest : 0;
+  pass.whole_tiles = static_cast<int>(tiles - split_tiles), pass.split_tiles = static_cast<int>(split_tiles);
+  pass.splits = static_cast<int>(splits), pass.split_entries = static_cast<int>(ceil_div(steps, splits) * kernels.keys);
   return pass;
 }
 
-// Pairs take 65 heads or more at a time, single CTAs what is left.
+// Pairs process 65 heads or more at a time, single CTAs the remaining heads.
 void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const bool has_pairs = kernels.pair_heads > 0 && (!p.deterministic || kernels.deterministic_pairs);
   const auto h_q = static_cast<int>(p.h_q);
@@ -158,7 +160,7 @@ void lay_out(Plan& plan, const Problem& p) {
   Workspace& w = plan.workspace;
   runtime::WorkspaceLayout layout;
   const auto dq_bytes = [&p](const MainPass& pass) {
-    return p.dq ? 4 * p.d_qk * pass.heads * pass.slices * pass.sliced_tiles : 0;
+    return p.dq ? 4 * p.d_qk * pass.heads * pass.splits * pass.split_tiles : 0;
   };
   const std::int64_t rows = rows_of_dkv_accum(p), window_bytes = 4 * p.s_q * p.window.most_keys();
   if (plan.window_distribution) {
@@ -175,7 +177,7 @@ void lay_out(Plan& plan, const Problem& p) {
   if (plan.orders_rows && p.attn && !plan.distribution) w.sources = layout.reserve(2 * p.s_q * p.topk);
   w.merged_rows = place_merged_rows(plan.groups, p.topk, layout);
   if (plan.throttles) w.progress = layout.reserve(2 * sizeof(std::uint32_t));
-  w.dq_slices = layout.reserve(std::max(dq_bytes(plan.pairs), dq_bytes(plan.singles)));
+  w.dq_splits = layout.reserve(std::max(dq_bytes(plan.pairs), dq_bytes(plan.singles)));
   plan.workspace_bytes = layout.bytes;
 }
 
@@ -189,7 +191,7 @@ Plan make_plan(const Problem& p, const MainKernels& kernels) {
   plan_order(plan, p, kernels);
   plan_heads(plan, p, kernels);
   plan_groups(plan, p, kernels);
-  plan_turns(plan, p);
+  plan_serpentine(plan, p);
   lay_out(plan, p);
   return plan;
 }
@@ -246,7 +248,7 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
   if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
     return Unsupported{"needs rows of q, kv, out, d_out and dq 16-byte aligned"};
   if (!aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
-  // Kernels count what they add to in units of four fp32, or of two fixed-point sums.
+  // Kernels index dkv_accum in units of four fp32 or two fixed-point sums.
   const std::int64_t row_units = plan.dkv_accum == DkvAccum::none          ? 0
                                  : plan.dkv_accum == DkvAccum::fixed_point ? p.d_qk / 2
                                  : plan.dkv_accum == DkvAccum::output      ? p.dkv.stride[0] / 4

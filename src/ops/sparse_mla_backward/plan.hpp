@@ -1,6 +1,6 @@
-// sparse_mla_backward on GPUs: what a call does, as numbers. Which main kernel takes which heads, on how many CTAs;
-// where dkv is summed; in which order keys are taken; what lies where in the workspace. Plain data, made on the host
-// for every backend's kernels from the problem and the device.
+// sparse_mla_backward on GPUs: the plan of a call. It assigns heads to main kernels and CTAs, places dkv_accum and the
+// other parts of the workspace, and sets the order of keys. Plain data, computed on the host from the problem and the
+// device, and used by the kernels of every backend.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace hopwell::ops::sparse_mla_backward {
 
-// What a backend's main kernels take at a time.
+// Tile sizes and variants of a backend's main kernels.
 struct MainKernels {
   int keys;                               // entries of a row: a step
   int single_heads;                       // heads of a query, on one CTA
@@ -30,67 +30,67 @@ enum class DkvAccum {
   fixed_point  // to integers in the workspace: a deterministic call
 };
 
-// What one cluster of a main kernel computes: some heads of a query, against all entries of its row or a slice of them.
+// Work of one cluster of a main kernel: some heads of a query, and all entries of its row or one split of them.
 struct WorkTile {
   int query, first_head;
-  int slice;  // its number among the slices of all tiles; -1: a whole tile
+  int split;  // its number among the splits of all tiles; -1: a whole tile
   int first_entry;
 };
 
 // The tiles of one main kernel: `heads` heads of a query each, from first_head on, numbered query by query. Clusters
-// take the first `whole_tiles` one each. The others would be a last wave that leaves most of the device idle, so each
-// of them is cut into slices of its entries; what slices give of dq is added up afterwards.
+// process the first `whole_tiles`, one each. The other tiles would form a last wave that leaves most of the device idle.
+// So their entries are divided into splits, and the postprocess adds dq of the splits.
 struct MainPass {
   int heads = 0, ctas = 1;  // of a tile
   int first_head = 0, head_blocks = 0;
-  int members = 1;  // queries that are taken as one with all of their heads: a group
-  int whole_tiles = 0, sliced_tiles = 0, slices = 1, slice_entries = 0;
+  int members = 1;  // queries per group, processed as one query with all of their heads
+  int whole_tiles = 0, split_tiles = 0, splits = 1, split_entries = 0;
 
-  [[nodiscard]] int clusters() const { return whole_tiles + sliced_tiles * slices; }
+  [[nodiscard]] int clusters() const { return whole_tiles + split_tiles * splits; }
 };
 
 // The tile of a cluster, from a MainPass or from kernel parameters with its numbers. Blocks of heads of one query are
 // neighbours, so that they share its keys in L2.
 template <class Pass>
 HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int heads) {
-  const int slice = cluster - pass.whole_tiles, tile = slice < 0 ? cluster : pass.whole_tiles + slice / pass.slices;
-  return {tile / pass.head_blocks, pass.first_head + tile % pass.head_blocks * heads, slice < 0 ? -1 : slice,
-          slice < 0 ? 0 : slice % pass.slices * pass.slice_entries};
+  const int split = cluster - pass.whole_tiles, tile = split < 0 ? cluster : pass.whole_tiles + split / pass.splits;
+  return {tile / pass.head_blocks, pass.first_head + tile % pass.head_blocks * heads, split < 0 ? -1 : split,
+          split < 0 ? 0 : split % pass.splits * pass.split_entries};
 }
 
-// Offsets in bytes of what lies in the workspace.
+// Byte offsets in the workspace.
 struct Workspace {
-  std::size_t dkv = 0;                             // sums, if not in the output: 4 bytes an element
-  std::size_t scale = 0, largest = 0, count = 0;   // [rows of sums]: the bounds of fixed-point sums
-  std::size_t window_rows = 0, window_attn = 0;    // [s_q, window]: rows of window_kv and their attn, where the sums
-                                                   // will be
+  std::size_t dkv = 0;                             // dkv_accum, if it is not the output: 4 bytes an element
+  std::size_t scale = 0, largest = 0, count = 0;   // [rows of dkv_accum]: the bounds of fixed-point sums
+  std::size_t window_rows = 0, window_attn = 0;    // [s_q, window]: rows of window_kv and their attn, in the space
+                                                   // of dkv_accum, before it is cleared
   std::size_t sink_parts = 0;                      // [s_q, h_q]
-  std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
+  std::size_t rows = 0, sources = 0, lengths = 0;  // of sorted rows, see passes/order_rows.hpp
   MergedRowsPlace merged_rows;                     // of groups
-  std::size_t progress = 0;                        // steps that CTAs have made; and those with groups
-  std::size_t dq_slices = 0;                       // of either kernel, one after the other
+  std::size_t progress = 0;                        // steps done by the CTAs, without and with groups
+  std::size_t dq_splits = 0;                       // dq of splits, of either kernel, one after the other
 };
 
 using tile::kLongestOrderedRow;
 
 struct Plan {
-  // attn comes from attention_distribution, which adds nothing in an order that depends on time; fixed-point sums of
-  // dkv are bounded by it. If it is not asked for it lies where the ordered rows will, which are made when it is used
-  // up.
+  // attention_distribution computes attn, because its order of additions does not depend on timing. attn bounds the
+  // fixed-point sums of dkv. If the caller does not ask for attn, it is stored in the space of the sorted rows, which
+  // are computed after the last use of attn.
   bool distribution = false;
   std::optional<runtime::Planned<attention_distribution::Problem>> distribution_call;
   bool window_distribution = false;  // the same over window keys, for the bounds alone
   std::optional<runtime::Planned<attention_distribution::Problem>> window_distribution_call;
   DkvAccum dkv_accum = DkvAccum::none;
-  bool ascending = false;               // CTAs go through keys in ascending order …
-  bool orders_rows = false;             // … which the rows must be brought into
-  bool order_clears_dkv_accum = false;  // by the pass that orders rows, which has enough CTAs
-  int turning_tiles = 0;                // of a wave, where every other wave's rows descend instead; or 0
+  bool ascending = false;               // CTAs process keys in ascending order …
+  bool orders_rows = false;             // … and a preprocess sorts the rows
+  bool order_clears_dkv_accum = false;  // the sorting kernel has enough CTAs to clear dkv_accum
+  int serpentine_tiles = 0;             // serpentine wave order: tiles of a wave; 0: off
   bool throttles = false;               // … and throttled: tile/gpu/throttle.hpp
   int max_lead = 0;                     // steps that a CTA may lead the average of its wave
   bool prefetch_dkv_accum = false;      // to L2, a step ahead
   bool kv_evict_first = false;          // rows of kv leave L2 before dkv_accum
-  QueryGroups groups;                   // whose rows are merged
+  QueryGroups groups;                   // groups of queries with merged rows
   MainPass grouped, pairs, singles;
   Workspace workspace;
   std::size_t workspace_bytes = 0;

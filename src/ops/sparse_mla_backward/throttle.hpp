@@ -1,5 +1,5 @@
 // sparse_mla_backward on GPUs: throttles CTAs, so that the rows of dkv_accum that they add to stay in L2. CTAs with
-// slices are not throttled.
+// splits are not throttled.
 #pragma once
 
 #include "ops/sparse_mla_backward/params.hpp"

@@ -27,7 +27,7 @@ void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, voi
   const tile::MergeParams rows = merge_params_of(problem, plan, workspace);
   p.merged = {rows.lengths, of_groups ? 1 : plan.groups.members, static_cast<int>(plan.groups.count), of_groups};
   if (!of_groups) return;
-  p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
+  p.selection = tile::merged_rows_of(rows), p.member_masks = rows.member_masks;
   p.members = plan.groups.members, p.heads_of_member = p.h_q;
   p.member_fraction = static_cast<uint32_t>((65536 + p.h_q - 1) / p.h_q);
   for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},

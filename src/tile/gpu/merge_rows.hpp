@@ -19,12 +19,12 @@ inline constexpr int kMergeCtasOfSm = 3;  // CTAs per SM on Hopper: saturating m
 
 struct MergeParams {
   SelectionParams selection;
-  int members;       // queries per group
-  int words;         // words of a member's key bits: MergeStorage::words_of(members)
-  int* keys;         // [groups, members · topk]: the union, ascending except for keys that occur twice in a row
-  uint8_t* holders;  // member masks, same shape: bit m is set if member m has the key
-  int* lengths;      // [groups]: number of keys; 0: the members are processed ungrouped
-  float most;        // largest ratio of union length to sum of row lengths for which merging pays
+  int members;            // queries per group
+  int words;              // words of a member's key bits: MergeStorage::words_of(members)
+  int* keys;              // [groups, members · topk]: the union, ascending except for keys that occur twice in a row
+  uint8_t* member_masks;  // member masks, same shape: bit m is set if member m has the key
+  int* lengths;           // [groups]: number of keys; 0: the members are processed ungrouped
+  float most;             // largest ratio of union length to sum of row lengths for which merging pays
 };
 
 /// Selects a kernel's own queries if one kernel processes groups and another one ungrouped queries.
@@ -162,11 +162,11 @@ HOPWELL_DEVICE TwoWords keys_of_words(const MergeParams& p, const MergeStorage& 
 }
 
 /// Member mask of the key at `bit`.
-HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage& s, int bit) {
-  uint32_t holders = 0;
+HOPWELL_DEVICE uint32_t member_mask_of_bit(const MergeParams& p, const MergeStorage& s, int bit) {
+  uint32_t member_mask = 0;
   HOPWELL_NO_UNROLL
-  for (int m = 0; m < p.members; ++m) holders |= (s.seen[m * p.words + bit / 32] >> bit % 32 & 1) << m;
-  return holders;
+  for (int m = 0; m < p.members; ++m) member_mask |= (s.seen[m * p.words + bit / 32] >> bit % 32 & 1) << m;
+  return member_mask;
 }
 
 // ---- sampling
@@ -293,7 +293,7 @@ HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int
       for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // if a barrier is lost, the loop still ends
         const int bit = 32 * from + staged[i - first];
         p.keys[row + at + i] = round.first + bit;
-        p.holders[row + at + i] = uint8_t(holders_of_bit(p, s, bit));
+        p.member_masks[row + at + i] = uint8_t(member_mask_of_bit(p, s, bit));
       }
       arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 32,768
     }

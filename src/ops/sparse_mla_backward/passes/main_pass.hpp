@@ -5,7 +5,7 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// Launches a main kernel on its tiles, then computes dq of the sliced tiles. KernelParams: Params and the backend's
+// Launches a main kernel on its tiles, then computes dq of the split tiles. KernelParams: Params and the backend's
 // further parameters, which `p` has.
 template <auto kKernel, class KernelParams>
 void launch_main(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass, KernelParams p,

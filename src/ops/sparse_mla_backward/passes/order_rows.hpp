@@ -17,14 +17,14 @@ using tile::kOrderThreads;
 struct OrderParams {
   tile::SelectionParams selection;
   tile::OrderedRows ordered;
-  tile::MergedRows merged;            // selects the rows to sort
-  ClearParams sums;                   // cleared 16 bytes at a time, because sorting leaves memory idle
-  ClearParams attn;                   // the same; one row per query, or no rows
-  int tiles_of_query, turning_tiles;  // see Plan
-  bool own_span;                      // ranges are of the row's own keys, whatever s_kv is: deterministic
+  tile::MergedRows merged;               // selects the rows to sort
+  ClearParams sums;                      // cleared 16 bytes at a time, because sorting leaves memory idle
+  ClearParams attn;                      // the same; one row per query, or no rows
+  int tiles_of_query, serpentine_tiles;  // see Plan
+  bool own_span;                         // ranges are of the row's own keys, whatever s_kv is: deterministic
 
   HOPWELL_DEVICE bool descends(int query) const {
-    return turning_tiles > 0 && query * tiles_of_query / turning_tiles % 2 != 0;
+    return serpentine_tiles > 0 && query * tiles_of_query / serpentine_tiles % 2 != 0;
   }
 };
 
@@ -66,7 +66,7 @@ inline void order_rows(const Problem& problem, const Plan& plan, void* workspace
                       plan.order_clears_dkv_accum ? cleared_dkv_accum(problem, plan, workspace) : ClearParams{},
                       attn,
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
-                      plan.turning_tiles,
+                      plan.serpentine_tiles,
                       problem.deterministic};
   runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)), stream, p);
 }

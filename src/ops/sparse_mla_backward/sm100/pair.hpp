@@ -16,7 +16,7 @@
 //           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓
 //           S and dP run one step ahead of P and dS. The buffers hold the last columns of two steps' keys; the other
 //           columns are gathered twice.
-// Budget    shared: Q 73,728 + dO 65,536 + keys 40,960 + P, dS 32,768 + peer receive buffer (here `landing`) 16,384,
+// Budget    shared: Q 73,728 + dO 65,536 + keys 40,960 + P, dS 32,768 + `receive_buffer` 16,384,
 //           values and barriers 1,900 = 231,300 (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + dS and
 //           the last of dKV 32 = 512 columns
 // Bound     shared memory: 466,944 B of operands per step, 3,648 cycles, and 1,504 of copies, exchanges, P and dS. The
@@ -47,13 +47,13 @@ struct PairStorage {
   Panel<64> keys[PairConfig::kPanels];
   alignas(1024) uint8_t narrow_keys[2][kNarrow ? PairConfig::kNarrowKeys : 16];  // of two steps
   alignas(1024) uint8_t p[2][PairConfig::kHalf], ds[2][PairConfig::kHalf];       // of each CTA's keys: narrow panels
-  arch::Words4 landing[4][8][32];  // the peer's partial sums: [warp][vector][lane]
-  HeadValues<64> heads[2];         // of heads 0-63, computed by CTA 0, and 64-127
+  arch::Words4 receive_buffer[4][8][32];  // the peer's partial sums: [warp][vector][lane]
+  HeadValues<64> heads[2];                // of heads 0-63, computed by CTA 0, and 64-127
   int last_valid[Config::kWarps];
   arch::mbarrier keys_full[PairConfig::kPanels], keys_empty[PairConfig::kPanels];
   arch::mbarrier narrow_full[2], narrow_empty[2];
   arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial sums
-  arch::mbarrier landing_full[4], landing_empty[4];   // per warp: of our buffer; of the peer's buffer
+  arch::mbarrier receive_full[4], receive_empty[4];   // per warp: of our buffer; of the peer's buffer
   arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used them
   arch::mbarrier dkv_full, dkv_empty;                 // chunks of 128 columns
   arch::mbarrier last_dkv_full, last_dkv_empty;       // the last 32 columns
@@ -264,8 +264,9 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
 // DSMEM exchange number `count` of a warp: each lane sends its head's partial sums of the peer's 32 keys.
 template <int kDqk>
 HOPWELL_DEVICE void send_partial(PairStorage<kDqk>& s, const uint32_t (&theirs)[32], int count, int warp) {
-  const uint32_t target = at_peer(&s.landing[warp][0][arch::lane_index()]), full = at_peer(&s.landing_full[warp]);
-  arch::mbarrier_wait(s.landing_empty[warp], uint32_t(count & 1) ^ 1);
+  const uint32_t target = at_peer(&s.receive_buffer[warp][0][arch::lane_index()]),
+                 full = at_peer(&s.receive_full[warp]);
+  arch::mbarrier_wait(s.receive_empty[warp], uint32_t(count & 1) ^ 1);
   HOPWELL_UNROLL
   for (int v = 0; v < 8; ++v)
     arch::store_async_v4(target + uint32_t(512 * v),
@@ -276,12 +277,12 @@ HOPWELL_DEVICE void send_partial(PairStorage<kDqk>& s, const uint32_t (&theirs)[
 template <int kDqk>
 HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int count, int warp) {
   const int lane = arch::lane_index();
-  if (lane == 0) arch::mbarrier_arrive_expect_tx(s.landing_full[warp], PairConfig::kPartialOfWarp);
+  if (lane == 0) arch::mbarrier_arrive_expect_tx(s.receive_full[warp], PairConfig::kPartialOfWarp);
   arch::syncwarp();  // kept: a lane has diverged
-  arch::mbarrier_wait(s.landing_full[warp], uint32_t(count & 1));
+  arch::mbarrier_wait(s.receive_full[warp], uint32_t(count & 1));
   HOPWELL_UNROLL
   for (int v = 0; v < 8; ++v) {
-    const arch::Words4 came = arch::load_shared_v4(arch::shared_address(&s.landing[warp][v][lane]));
+    const arch::Words4 came = arch::load_shared_v4(arch::shared_address(&s.receive_buffer[warp][v][lane]));
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i)
       own[4 * v + i] =
@@ -289,7 +290,7 @@ HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int c
   }
   arch::fence_proxy_async();  // a relaxed arrival does not wait for loads
   arch::syncwarp();
-  if (lane == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.landing_empty[warp]));
+  if (lane == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.receive_empty[warp]));
   arch::syncwarp();  // kept: a lane has diverged
 }
 
@@ -411,7 +412,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries
 
 template <int kDqk>
 HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
-  tile::init_barriers(1, s.keys_full, s.keys_empty, s.narrow_full, s.narrow_empty, s.landing_full, s.landing_empty,
+  tile::init_barriers(1, s.keys_full, s.keys_empty, s.narrow_full, s.narrow_empty, s.receive_full, s.receive_empty,
                       s.s_full, s.dp_full, s.dkv_full, s.last_dkv_full, s.dq_full);
   tile::init_barriers(128, s.s_empty, s.dp_empty, s.dkv_empty, s.last_dkv_empty);
   arch::mbarrier_init(s.ds_full, 4);

@@ -159,22 +159,22 @@ HOPWELL_DEVICE void load_group_rows(SumRows<kFixed> (&rows)[2], const Params& p,
 
 // ---- dQ
 
-// Destination of a thread's head of dQ: bf16 in the output, or fp32 of a slice.
+// Destination of a thread's head of dQ: bf16 in the output, or fp32 of a split.
 struct DqRow {
   bf16* output;
-  float* slice;  // or null
+  float* split;  // or null
   bool exists;
 };
 template <int kHeads>
 HOPWELL_DEVICE DqRow dq_row(const Params& p, const WorkTile& work, int row, int d_qk) {
   const int head = work.first_head + row;
   return {p.dq + work.query * p.dq_stride_s + head * p.dq_stride_h,
-          work.slice < 0 ? nullptr : p.dq_slices + (int64_t{work.slice} * kHeads + row) * d_qk, head < p.h_q};
+          work.split < 0 ? nullptr : p.dq_splits + (int64_t{work.split} * kHeads + row) * d_qk, head < p.h_q};
 }
 
 HOPWELL_DEVICE void store_dq8(const DqRow& row, int column, const float* x) {
-  if (row.slice) {
-    for (int i = 0; i < 8; ++i) row.slice[column + i] = x[i];
+  if (row.split) {
+    for (int i = 0; i < 8; ++i) row.split[column + i] = x[i];
   } else if (row.exists) {
     arch::store_streaming(row.output + column, tile::pack_chunk(x));
   }

@@ -285,12 +285,12 @@ HOPWELL_DEVICE void multiply_dq(DqTile<T>& dq, const SharedStorage<T>& s, int wa
   }
 }
 
-// Stores two adjacent columns of a head to dq or to the buffer of a slice.
+// Stores two adjacent columns of a head to dq or to the buffer of a split.
 template <class T>
 HOPWELL_DEVICE void store_dq_pair(const Params& p, const WorkTile& work, int row, int column, float x, float y) {
   const int head = work.first_head + row;
-  if (work.slice >= 0) {
-    float* at = p.dq_slices + (int64_t{work.slice} * T::kHeads + row) * T::kDqk + column;
+  if (work.split >= 0) {
+    float* at = p.dq_splits + (int64_t{work.split} * T::kHeads + row) * T::kDqk + column;
     at[0] = x, at[1] = y;
   } else if (head < p.h_q) {
     *reinterpret_cast<uint32_t*>(p.dq + work.query * p.dq_stride_s + head * p.dq_stride_h + column) =

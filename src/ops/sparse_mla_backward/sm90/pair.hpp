@@ -19,8 +19,8 @@
 //           the own P as fragments at once; p[0] holds first the outgoing partial S, then the next P; and P and dS go
 //           to the peer when it has a free buffer for them. The partial dP finds no free tile and mostly uses st.async:
 //           it is not urgent.
-// Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, peer receive buffer (here
-//           `landing`) 16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
+// Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, `receive_buffer`
+//           16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     per step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B
 //           at the 16.6 B per clock that L2 accepts from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
@@ -115,12 +115,12 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFrag
 
 // ---- warpgroups 0 and 1
 
-// Stages this half's columns in the key buffer (RoPE in `landing`), one tile at a time, then stores whole rows.
+// Stages this half's columns in the key buffer (RoPE in `receive_buffer`), one tile at a time, then stores whole rows.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[2][64], const float (&rope)[16],
                              const PairWork& pair, int t) {
   const MatrixLane lane = matrix_lane(t);
-  const uint32_t stage_rope = arch::shared_address(s.landing[2 * kHalf]);
+  const uint32_t stage_rope = arch::shared_address(s.receive_buffer[2 * kHalf]);
   HOPWELL_UNROLL
   for (int tile = 0; tile < 2; ++tile) {
     if (tile == 1) arch::barrier_sync(kPairLowStaged + kHalf, 128);
@@ -208,17 +208,17 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   send_partial<0>(acc, s, 0, peer, t);
 }
 
-// Stores dQ of a slice.
+// Stores dQ of a split.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], const float (&rope)[16],
                                     const PairWork& pair, int t) {
   const auto tile_of = [&](int tile) {
-    return p.dq_slices + (2 * int64_t{pair.work.slice} + (tile ^ int(pair.rank))) * (Config::kHeads * kDqk);
+    return p.dq_splits + (2 * int64_t{pair.work.split} + (tile ^ int(pair.rank))) * (Config::kHeads * kDqk);
   };
   HOPWELL_UNROLL
   for (int tile = 0; tile < 2; ++tile)
-    store_dq_slice<kDqk>(tile_of(tile), dq[tile], PairConfig::kColumns * int(pair.rank) + 128 * kHalf, t);
-  if constexpr (kHasRope<kDqk>) store_dq_slice<kDqk>(tile_of(kHalf), rope, kDv + 32 * int(pair.rank), t);
+    store_dq_split<kDqk>(tile_of(tile), dq[tile], PairConfig::kColumns * int(pair.rank) + 128 * kHalf, t);
+  if constexpr (kHasRope<kDqk>) store_dq_split<kDqk>(tile_of(kHalf), rope, kDv + 32 * int(pair.rank), t);
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's tile. Both: their columns of dQ and of the next keys.
@@ -291,7 +291,7 @@ HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
   const int t = arch::thread_index_anew() % 128;
   const PairWork pair = pair_work_of(p);
   if (!p.dq) return;
-  if (pair.work.slice < 0)
+  if (pair.work.split < 0)
     store_dq<kDqk, kHalf>(p, s, dq, rope, pair, t);
   else
     store_dq_slices<kDqk, kHalf>(p, dq, rope, pair, t);

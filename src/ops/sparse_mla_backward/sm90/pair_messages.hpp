@@ -1,7 +1,7 @@
 // sparse_mla_backward for 128 heads on a cluster of two CTAs (pair.hpp): shared memory of a CTA, and the DSMEM exchange
 // (here `messages`) between the two.
 //
-// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing` (peer receive buffer)
+// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `receive_buffer`
 // P, dS                   warpgroup 0 → all of the peer, 8,192 B each, into p[1] and ds[1]
 //
 // An mbarrier of the receiver counts the bytes. Arrivals at the peer only tell it that a buffer may be overwritten, so
@@ -29,7 +29,7 @@ struct HalfPanel {
 struct PairStorage {
   Panel q[2][PairConfig::kPanels], d_out[2][PairConfig::kPanels], keys[PairConfig::kPanels], p[2], ds[2];
   HalfPanel q_rope[2], keys_rope;
-  arch::Words4 landing[4][8][32];                  // the peer's partial sums: [warp][vector][lane]
+  arch::Words4 receive_buffer[4][8][32];           // the peer's partial sums: [warp][vector][lane]
   arch::Words4 stage[4][PairConfig::kStaged][32];  // ours, outgoing; more of S is in p[0]
   HeadValues<Config::kHeads> heads;
   float head_sums[4][Config::kKeys];  // of attn, by warp
@@ -84,7 +84,7 @@ HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, uint32_
                         arch::bit_cast<uint32_t>(acc[4 * j + 2]), arch::bit_cast<uint32_t>(acc[4 * j + 3])};
   };
   constexpr int kStaged = PairConfig::kStaged;
-  const uint32_t target = at_peer(s.landing[warp], peer), full = at_peer(&s.partial_full, peer);
+  const uint32_t target = at_peer(s.receive_buffer[warp], peer), full = at_peer(&s.partial_full, peer);
   const uint32_t stage = arch::shared_address(s.stage[warp]),
                  tile = arch::shared_address(&s.p[0]) + 512 * kInTile * uint32_t(warp);
   arch::mbarrier_wait(s.partial_free, parity);
@@ -111,7 +111,7 @@ HOPWELL_DEVICE uint32_t add_partial(float (&acc)[32], PairStorage& s, uint32_t p
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
   arch::syncwarp();  // kept: a lane has diverged
   arch::mbarrier_wait(s.partial_full, parity);
-  const uint32_t source = arch::shared_address(&s.landing[t / 32][0][t % 32]);
+  const uint32_t source = arch::shared_address(&s.receive_buffer[t / 32][0][t % 32]);
   uint32_t bits = 0;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; ++j) {

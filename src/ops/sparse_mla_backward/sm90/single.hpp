@@ -59,9 +59,9 @@ struct SharedStorage {
   int key[2][Config::kKeys];          // of this step and the next; negative if invalid
   alignas(4) bool lacks_keys[2][4];   // whether any key is invalid among those that a warp of warpgroup 0 copies
   int last_valid[Config::kWarps];
-  uint32_t seen[128];                      // of throttle_step, for threads of warpgroup 2, to save registers
-  uint16_t holders[2][Config::kKeys / 2];  // member masks of the keys of this step and the next, a byte each
-  arch::CachePolicy policy;                // L2 policy of rows of kv; in shared memory to save registers
+  uint32_t seen[128];                           // of throttle_step, for threads of warpgroup 2, to save registers
+  uint16_t member_masks[2][Config::kKeys / 2];  // member masks of the keys of this step and the next, a byte each
+  arch::CachePolicy policy;                     // L2 policy of rows of kv; in shared memory to save registers
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -122,12 +122,13 @@ HOPWELL_DEVICE void gather_middle(const P& p, SharedStorage<kDqk>& s, const int 
 }
 
 // Member mask of one of a step's keys, for thread t of the first 64.
-HOPWELL_DEVICE uint8_t load_holders(const Params& p, const Entries& entries, int step, int t) {
+HOPWELL_DEVICE uint8_t load_member_mask(const Params& p, const Entries& entries, int step, int t) {
   const int at = step * Config::kKeys + t;
-  return t < Config::kKeys && at < entries.length ? p.holders[entries.row - p.selection.indices + at] : uint8_t{0};
+  return t < Config::kKeys && at < entries.length ? p.member_masks[entries.row - p.selection.indices + at] : uint8_t{0};
 }
-HOPWELL_DEVICE void publish_holders(uint16_t (&holders)[2][Config::kKeys / 2], uint8_t of_key, int step, int t) {
-  if (t < Config::kKeys) reinterpret_cast<uint8_t*>(holders[step % 2])[t] = of_key;
+HOPWELL_DEVICE void publish_member_mask(uint16_t (&member_masks)[2][Config::kKeys / 2], uint8_t of_key, int step,
+                                        int t) {
+  if (t < Config::kKeys) reinterpret_cast<uint8_t*>(member_masks[step % 2])[t] = of_key;
   arch::syncwarp();  // kept: lanes have diverged
 }
 
@@ -168,17 +169,17 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   }
 }
 
-// Stores dQ of a tile: the same, or the result of a slice.
+// Stores dQ of a tile: the same, or the result of a split.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
                                   const float (&middle)[16], const WorkTile& work, int t) {
   if (!p.dq) return;
-  if (work.slice < 0) {
+  if (work.split < 0) {
     store_dq<kDqk, kHalf>(p, s, dq, middle, work, t);
   } else {
-    float* slice = p.dq_slices + int64_t{work.slice} * (Config::kHeads * kDqk);
-    store_dq_slice<kDqk>(slice, dq, kHalf == 0 ? 0 : kDqk - 256, t);
-    if constexpr (kHasMiddle<kDqk>) store_dq_slice<kDqk>(slice, middle, 256 + 32 * kHalf, t);
+    float* split = p.dq_splits + int64_t{work.split} * (Config::kHeads * kDqk);
+    store_dq_split<kDqk>(split, dq, kHalf == 0 ? 0 : kDqk - 256, t);
+    if constexpr (kHasMiddle<kDqk>) store_dq_split<kDqk>(split, middle, 256 + 32 * kHalf, t);
   }
 }
 
@@ -250,7 +251,7 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
     arch::wgmma_commit();
     const int t = arch::thread_index_anew() % 128;
     HeldKeys held = {};
-    if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
+    if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.member_masks[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
     scores_to_ds<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, entries, acc, held, step, t, ds);
@@ -266,15 +267,15 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
     int keys[4];
     load_keys(keys, entries, step + 1, t);
     const arch::CachePolicy policy = s.policy;
-    uint8_t holders = 0;
-    if constexpr (kMerged && kHalf == 0) holders = load_holders(p, entries, step + 1, t);
+    uint8_t member_mask = 0;
+    if constexpr (kMerged && kHalf == 0) member_mask = load_member_mask(p, entries, step + 1, t);
     arch::wgmma_wait<0>(dq, middle);
     if (step + 1 < steps) {
       if constexpr (kHasMiddle<kDqk> && kHalf == 1) arch::barrier_arrive(kMiddleRead, 256);
       gather<kDqk, kHalf>(p, s, keys, policy, step + 1, t);
       if constexpr (kHasMiddle<kDqk> && kHalf == 0) arch::barrier_sync(kMiddleRead, 256);
       if constexpr (kHalf == 0) gather_middle(p, s, keys, policy, t);
-      if constexpr (kMerged && kHalf == 0) publish_holders(s.holders, holders, step + 1, t);
+      if constexpr (kMerged && kHalf == 0) publish_member_mask(s.member_masks, member_mask, step + 1, t);
       arch::cp_async_commit();
       if (p.prefetch_dkv_accum) prefetch_dkv_rows<kDqk, kHalf>(p, keys, t);
     }
@@ -369,7 +370,7 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, policy, 0, t);
   if (arch::warpgroup_index() == 0) gather_middle(p, s, keys, policy, t);
   if constexpr (kMerged)
-    if (arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
+    if (arch::warpgroup_index() == 0) publish_member_mask(s.member_masks, load_member_mask(p, entries, 0, t), 0, t);
   load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
                    heads);
   load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,

@@ -193,13 +193,13 @@ HOPWELL_DEVICE uint32_t matrix_offset(const MatrixLane& lane, int j) {
 // For query groups: member bits of a thread's rows of P, t % 32 / 4 and 8 more of its warp's 16. One bit per column:
 // whether the row's query has the key.
 using HeldKeys = uint32_t[2];
-HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&holders)[Config::kKeys / 2], int heads_of_member,
-                                   int t) {
+HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&member_masks)[Config::kKeys / 2],
+                                   int heads_of_member, int t) {
   const int row = t / 32 * 16 + t % 32 / 4, member[2] = {row / heads_of_member, (row + 8) / heads_of_member};
   held[0] = held[1] = 0;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; ++j) {
-    const uint32_t of_two_keys = holders[4 * j + (t & 3)];
+    const uint32_t of_two_keys = member_masks[4 * j + (t & 3)];
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) held[i / 2] |= (of_two_keys >> (member[i / 2] + 8 * (i % 2)) & 1) << (2 * j + i % 2);
   }
@@ -313,9 +313,9 @@ HOPWELL_DEVICE void stage_panels(const Panel* panels, const float (&x)[kSize], c
     stage_fragment(arch::shared_address(&panels[j / 8]) + matrix_offset(lane, j % 8), &x[4 * j]);
 }
 
-// Stores dQ of a slice in fp32: columns from `column` on of the rows of `target`, in the order of the accumulators.
+// Stores dQ of a split in fp32: columns from `column` on of the rows of `target`, in the order of the accumulators.
 template <int kDqk, int kSize>
-HOPWELL_DEVICE void store_dq_slice(float* target, const float (&dq)[kSize], int column, int t) {
+HOPWELL_DEVICE void store_dq_split(float* target, const float (&dq)[kSize], int column, int t) {
   const int row = t / 32 * 16 + t % 32 / 4;
   HOPWELL_UNROLL
   for (int e = 0; e < kSize; ++e)

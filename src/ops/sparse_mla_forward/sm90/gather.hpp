@@ -28,11 +28,11 @@ constexpr int kKeys = 64, kStages = 2;  // keys of a tile; tiles of a step, whic
 // Parameters with query groups: for the kernel for groups, to which a group is one query with the heads of all members,
 // and for the kernel for ungrouped queries.
 struct GroupedParams : Params {
-  tile::MergedRows merged;   // selects this kernel's queries
-  const uint8_t* holders;    // member masks of the merged rows' keys
-  int members;               // members of a group
-  int heads_of_member;       // heads of one member; h_q is the number of heads of all members
-  uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
+  tile::MergedRows merged;      // selects this kernel's queries
+  const uint8_t* member_masks;  // member masks of the merged rows' keys
+  int members;                  // members of a group
+  int heads_of_member;          // heads of one member; h_q is the number of heads of all members
+  uint32_t member_fraction;     // 2^16 / heads_of_member, rounded up: see member_of
 };
 
 // Parameters of the kernel that copies Q, and tiles of 64 consecutive keys, by tensor copies. All rows are aligned.
@@ -148,20 +148,19 @@ HOPWELL_DEVICE const bf16* source_of(const WindowParams& p, uint32_t row, bool, 
 
 // Member mask of the key of entry i; for groups.
 template <class Storage>
-HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p,
-                                  const WorkTile<typename Storage::KernelParams>& work, int i) {
+HOPWELL_DEVICE uint8_t member_mask_of(const typename Storage::KernelParams& p,
+                                      const WorkTile<typename Storage::KernelParams>& work, int i) {
   if constexpr (Storage::kOfGroups)
-    return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
+    return i < work.entries.length ? p.member_masks[work.entries.row - p.selection.indices + i] : uint8_t{0};
   else
     return 0;
 }
-// One bit per lane: set if the member with this lane's index has that lane's key. `holders`: member mask of the lane's
-// own key.
-HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) {
+// One bit per lane: set if the member with this lane's index has that lane's key. `member_mask`: of the lane's own key.
+HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t member_mask) {
   uint32_t keys = 0;
   HOPWELL_NO_UNROLL
   for (int member = 0; member < p.members; ++member) {
-    const uint32_t held = arch::ballot(holders >> member & 1);
+    const uint32_t held = arch::ballot(member_mask >> member & 1);
     keys = arch::lane_index() == member ? held : keys;
   }
   return keys;
@@ -169,9 +168,9 @@ HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) 
 
 // Valid keys among the lanes' keys, one bit per lane. For groups: keys of the member with this lane's index.
 template <class Storage>
-HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, uint32_t row, uint8_t holders) {
+HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, uint32_t row, uint8_t member_mask) {
   if constexpr (Storage::kOfGroups)
-    return keys_of_member(p, holders);
+    return keys_of_member(p, member_mask);
   else
     return arch::ballot(row != kNoRow);
 }
@@ -349,7 +348,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   uint32_t own = 0;  // the next work tile, if tiles are skipped
   const auto following = [&] { return kSkips ? own : number + stride; };
-  uint8_t holders = holders_of<Storage>(p, work, entry);  // of this key
+  uint8_t member_mask = member_mask_of<Storage>(p, work, entry);  // of this key
   HOPWELL_NO_UNROLL
   for (; number < p.work_tiles; number = following()) {
     if constexpr (kSkips) own = tiles.next(p, number, stride);
@@ -361,7 +360,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
-      const uint32_t valid = keys_that_count<Storage>(p, row, holders);
+      const uint32_t valid = keys_that_count<Storage>(p, row, member_mask);
       [[maybe_unused]] const int first_entry = next - entry;  // of this step
       next += keys_of_step;
       if (!kBoxes && left == 1 && following() < p.work_tiles) {
@@ -369,7 +368,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         next = entry;
       }
       key = work.entries.at(next);  // in flight during the waits
-      holders = holders_of<Storage>(p, work, next);
+      member_mask = member_mask_of<Storage>(p, work, next);
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
