@@ -62,7 +62,7 @@ struct Visibility {
 };
 
 // Empty indices may have a null pointer. Replaces it, because null means that there are no indices.
-inline const std::int32_t* given_indices(const std::int32_t* data) {
+inline const std::int32_t* non_null_indices(const std::int32_t* data) {
   static constexpr std::int32_t kNone = -1;
   return data != nullptr ? data : &kNone;
 }

@@ -62,7 +62,7 @@ Selection check_selection(Checker& check, const Args& args) {
     indices = indices.squeezed(1);
   }
   const View length = check.optional_input("topk_length", topk_length, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  return {given_indices(indices.as<const std::int32_t>()),
+  return {non_null_indices(indices.as<const std::int32_t>()),
           indices.stride[0],
           length.as<const std::int32_t>(),
           length ? length.stride[0] : 0,

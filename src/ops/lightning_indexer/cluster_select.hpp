@@ -146,7 +146,7 @@ HOPWELL_DEVICE SplitTies find_threshold(const SelectParams& p, ClusterSelectStor
   if (!guessed_right(between.all, p.topk)) return search_threshold(p, s, scores);
   broadcast_between(s.guess, scores, bounds, between.before);
   arch::cluster_sync();
-  const uint32_t counts = arch::shared_address(s.guess.counts), shift = digit_shift(bounds.high - bounds.low - 1);
+  const uint32_t counts = arch::shared_address(s.guess.counts), shift = bucket_shift(bounds.high - bounds.low - 1);
   for (int i = arch::thread_index(); i < between.all.count; i += 32 * kWarps)
     arch::red_add_shared(true, counts + 4 * ((s.guess.orders[i] - bounds.low) >> shift), 1);
   return find_last<kWarps>(s.guess, bounds.low, shift, between.all.count, p.topk - between.all.above);

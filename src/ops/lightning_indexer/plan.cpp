@@ -61,15 +61,15 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries) {
   const std::int64_t most = few ? kMaxSelectWarps : std::clamp<std::int64_t>(p.s_kv / 2048, 8, kMaxSelectWarps);
   const auto warps = static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.s_kv / 256, 1, most));
   // If there are more scores than buckets, a pass over the row costs more than a pass over the buckets.
-  const int digit_bits = p.s_kv >= 32'768 ? kMaxDigitBits : p.s_kv >= 4096 ? 12 : 8;
-  return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, digit_bits};
+  const int bucket_bits = p.s_kv >= 32'768 ? kMaxBucketBits : p.s_kv >= 4096 ? 12 : 8;
+  return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, bucket_bits};
 }
 
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
   if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys) return {0, 0, 0};
   // An SM has registers for 32 warps. A warp's fixed cost per row equals the cost of 1,024 keys.
   const std::int64_t ctas = ceil_div(queries, std::max<std::int64_t>(p.device.sms, 1));
-  return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledDigitBits};
+  return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledBucketBits};
 }
 
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {

@@ -65,15 +65,15 @@ HOPWELL_HOST_DEVICE int wgmma_groups_per_slice(int key_blocks, int groups, int t
 }
 
 // The CTAs that select for a query.
-inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kKeysPerSelectWarp = 1024, kMaxDigitBits = 14;
+inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kKeysPerSelectWarp = 1024, kMaxBucketBits = 14;
 struct SelectPlan {
   int warps;  // per CTA
   std::uint32_t cluster;
-  int digit_bits;  // bits of a score's bucket per counting pass; without clusters only
+  int bucket_bits;  // bits of a score's bucket per counting pass; without clusters only
 };
 SelectPlan plan_select(const Problem& p, std::int64_t queries);
 // Selection with an estimate from a sample of the row. warps 0: the row is too short or too long for it.
-inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledDigitBits = 12;
+inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledBucketBits = 12;
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries);
 // Selection by a cluster whose warps hold the row in registers. cluster 0: a single CTA is at least as fast, because
 // the row is short or the clusters would run in several waves; or the row is too long.

@@ -26,7 +26,7 @@
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct SampledSelectConfig {
-  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
+  static constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
   static constexpr int kSamples = 8;       // per thread
   static constexpr int kNeighbours = 8;    // adjacent keys per group of samples: one sector
   static constexpr int kListed = 2048;     // capacity of the list in keys
@@ -40,10 +40,10 @@ struct SampledSelectConfig {
 // highest bucket.
 struct SampleScale {
   float first, width;
-  float digits_per_unit, of_zero;  // digit = score * digits_per_unit + of_zero
+  float buckets_per_unit, of_zero;  // bucket = score * buckets_per_unit + of_zero
 
   [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
-  [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
+  [[nodiscard]] HOPWELL_DEVICE float edge(int bucket) const { return first + float(bucket) * width; }
 };
 // Ranks in the sample, counted from the best, between which the threshold should be.
 struct Ranks {
@@ -53,11 +53,11 @@ struct Ranks {
 struct SampledSelectStorage {
   int of_warp[2][kMaxSelectWarps];
   struct Found {
-    int digit, above, count;  // scores in higher buckets, and in this one
+    int bucket, above, count;  // scores in higher buckets, and in this one
   } found[2];
   SampleScale scale;
   Ranks ranks;
-  alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
+  alignas(16) uint32_t counts[SampledSelectConfig::kBuckets];
   int keys[SampledSelectConfig::kListed];         // between the bounds; later the selected keys
   uint32_t orders[SampledSelectConfig::kListed];  // sortable keys of the keys between the bounds
   struct alignas(8) Bits {
@@ -69,7 +69,7 @@ struct SampledSelectStorage {
   }
 };
 // The fallback in select.hpp uses the same memory.
-static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
+static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledBucketBits));
 
 // Sampling rounds, each of kSamples parts of the row: enough for at least an eighth of the row, at most four.
 struct SampleRounds {
@@ -106,18 +106,18 @@ HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
   const float mean = tile::sum_of_warp(sum) / kCount;
   for (const float score : samples.score) distances += fabsf(score - mean);
   const float deviation = tile::sum_of_warp(distances) / kCount;
-  const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kDigits);
+  const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kBuckets);
   return {first, width, 1 / width, -first / width};
 }
 
 HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const Samples& samples) {
-  constexpr float kLast = SampledSelectConfig::kDigits - 1;
+  constexpr float kLast = SampledSelectConfig::kBuckets - 1;
   const uint32_t counts = arch::shared_address(s.counts);
-  const float digits_per_unit = s.scale.digits_per_unit, of_zero = s.scale.of_zero;
+  const float buckets_per_unit = s.scale.buckets_per_unit, of_zero = s.scale.of_zero;
   HOPWELL_UNROLL
   for (const float score : samples.score) {  // a NaN goes to the lowest bucket
-    const float digit = fminf(fmaxf(score * digits_per_unit + of_zero, 0), kLast);
-    arch::red_add_shared(true, counts + 4 * uint32_t(digit), 1);
+    const float bucket = fminf(fmaxf(score * buckets_per_unit + of_zero, 0), kLast);
+    arch::red_add_shared(true, counts + 4 * uint32_t(bucket), 1);
   }
 }
 
@@ -131,9 +131,9 @@ HOPWELL_DEVICE int sum_of_first(const int (&of_warp)[kMaxSelectWarps], int count
 // Finds the buckets in which the number of scores, counted from the highest bucket, reaches `wanted`, if there are
 // enough. Clears the counts.
 template <int kWarps, int kWanted>
-HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
-  constexpr int kDigits = SampledSelectConfig::kDigits, kEach = kWarps > 16 ? 4 : kDigits / (32 * kWarps);
-  const int warp = arch::warp_index(), first = kDigits - (arch::thread_index() + 1) * kEach;
+HOPWELL_DEVICE void find_buckets(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
+  constexpr int kBuckets = SampledSelectConfig::kBuckets, kEach = kWarps > 16 ? 4 : kBuckets / (32 * kWarps);
+  const int warp = arch::warp_index(), first = kBuckets - (arch::thread_index() + 1) * kEach;
   const uint32_t address = arch::shared_address(s.counts) + 4 * uint32_t(first);
   int count[kEach] = {}, sum = 0;
   HOPWELL_UNROLL
@@ -185,7 +185,7 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   const int sampled = rounds.count * 32 * kWarps * Config::kSamples;
   const Samples samples = load_samples<kWarps>(row, rounds, 0);
   HOPWELL_UNROLL
-  for (int i = 0; i < Config::kDigits; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
+  for (int i = 0; i < Config::kBuckets; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
   if (arch::warp_index() == 0) {
     const SampleScale scale = scale_of(samples);
     if (arch::lane_index() == 0) s.scale = scale;
@@ -199,13 +199,13 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   for (int round = 1; round < rounds.count; ++round) count_samples(s, load_samples<kWarps>(row, rounds, round));
   arch::syncthreads();
   const auto [fewer, more] = s.ranks;
-  find_digits<kWarps>(s, {fewer, more});
+  find_buckets<kWarps>(s, {fewer, more});
   const auto& [high, low] = s.found;
-  const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
+  const bool has_high = fewer > 0 && high.bucket + 1 < Config::kBuckets, has_low = more <= sampled && low.bucket > 0;
   const int between = (has_low ? low.above + low.count : sampled) - (has_high ? high.above : 0);
   if (float(between) * float(row.visible) > float(Config::kListed) * float(sampled)) return {0, 0};
-  return {has_low ? sortable_key(scale.edge(low.digit)) : 0,
-          has_high ? sortable_key(scale.edge(high.digit + 1)) : UINT32_MAX};
+  return {has_low ? sortable_key(scale.edge(low.bucket)) : 0,
+          has_high ? sortable_key(scale.edge(high.bucket + 1)) : UINT32_MAX};
 }
 
 // Keys first … end − 1 of a warp; or words of 32 keys of a lane.
@@ -300,9 +300,9 @@ HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const QueryRow& row
   return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
 }
 
-// Shift for buckets of kDigitBits bits of (sortable key − low), up to the bucket of `last`.
-HOPWELL_DEVICE uint32_t digit_shift(uint32_t last) {
-  constexpr uint32_t kBits = SampledSelectConfig::kDigitBits;
+// Shift for buckets of kBucketBits bits of (sortable key − low), up to the bucket of `last`.
+HOPWELL_DEVICE uint32_t bucket_shift(uint32_t last) {
+  constexpr uint32_t kBits = SampledSelectConfig::kBucketBits;
   const uint32_t highest_bit = arch::bfind(last | 1);
   return highest_bit < kBits ? 0 : highest_bit - kBits + 1;
 }
@@ -320,12 +320,12 @@ HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32
   const uint32_t counts = arch::shared_address(s.counts);
   while (true) {
     arch::syncthreads();
-    find_digits<kWarps>(s, {wanted});
-    low += uint32_t(s.found[0].digit) << shift, wanted -= s.found[0].above;
+    find_buckets<kWarps>(s, {wanted});
+    low += uint32_t(s.found[0].bucket) << shift, wanted -= s.found[0].above;
     if (wanted == s.found[0].count) return {low - 1, 0};
     if (shift == 0) return {low, wanted};
     const uint32_t last = (1U << shift) - 1;
-    shift = digit_shift(last);
+    shift = bucket_shift(last);
     HOPWELL_NO_UNROLL
     for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
       const uint32_t order = s.orders[i] - low;
@@ -363,7 +363,7 @@ HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ti
 template <int kWarps>
 HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
-  const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
+  const uint32_t counts = arch::shared_address(s.counts), shift = bucket_shift(bounds.high - bounds.low - 1);
   for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
     const uint32_t order = sortable_key(row.scores[s.keys[i]]);
     s.orders[i] = order;

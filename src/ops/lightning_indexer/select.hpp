@@ -2,9 +2,9 @@
 //
 // Tile      a CTA has a query's row of visible scores; positions count from the first visible key. A warp has a range
 //           of them
-// Timeline  radix selection: count the next digit (8 to 14 bits) of the scores that share the threshold's prefix │
-//           barrier │ each thread sums its digits, each warp its threads │ barrier │ the thread with the threshold's
-//           digit publishes it │ barrier; repeat until the threshold is known. If only some of the scores equal to the
+// Timeline  radix selection: count the next bucket (8 to 14 bits) of the scores that share the threshold's prefix │
+//           barrier │ each thread sums its buckets, each warp its threads │ barrier │ the thread with the threshold's
+//           bucket publishes it │ barrier; repeat until the threshold is known. If only some of the scores equal to the
 //           threshold are selected, find the last such key. Then, for up to 32,768 keys at a time: one bit per selected
 //           key │ barrier │ write the keys of the bits
 // Budget    shared 65,680 B for the longest rows; reads a row three times, rarely four, with ties six, from L1 or L2
@@ -30,22 +30,22 @@ struct SelectParams {
   float* top_scores;  // [s_q, topk], or null
   int64_t indices_stride, top_stride;
   int s_kv, topk;
-  int warps;       // per CTA; a power of two
-  int digit_bits;  // at most kMaxDigitBits
+  int warps;        // per CTA; a power of two
+  int bucket_bits;  // at most kMaxBucketBits
 };
 
 struct SelectStorage {
   int of_warp[kMaxSelectWarps];
   struct {
-    uint32_t digit;
-    int above, count;  // scores with higher digits, and with this one
+    uint32_t bucket;
+    int above, count;  // scores with higher buckets, and with this one
   } found;
   int end_of_ties;
-  // First the number of scores with each digit; later one bit per key: whether it is selected.
-  uint32_t words[1 << kMaxDigitBits];  // the launch allocates one per digit
+  // First the number of scores with each bucket; later one bit per key: whether it is selected.
+  uint32_t words[1 << kMaxBucketBits];  // the launch allocates one per bucket
 
-  static uint32_t bytes(int digit_bits) {
-    return uint32_t(offsetof(SelectStorage, words) + (sizeof(uint32_t) << digit_bits));
+  static uint32_t bytes(int bucket_bits) {
+    return uint32_t(offsetof(SelectStorage, words) + (sizeof(uint32_t) << bucket_bits));
   }
 };
 
@@ -111,12 +111,12 @@ HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Vi
   }
 }
 
-// The digits that a thread sums: `count` consecutive digits. Thread 0 has the highest digits.
-struct ThreadDigits {
+// The buckets that a thread sums: `count` consecutive buckets. Thread 0 has the highest buckets.
+struct ThreadBuckets {
   int first, count;
 };
-HOPWELL_DEVICE ThreadDigits digits_of_thread(const SelectParams& p, int digits) {
-  const int each = digits > 32 * p.warps ? digits / (32 * p.warps) : 1, end = digits - arch::thread_index() * each;
+HOPWELL_DEVICE ThreadBuckets buckets_of_thread(const SelectParams& p, int buckets) {
+  const int each = buckets > 32 * p.warps ? buckets / (32 * p.warps) : 1, end = buckets - arch::thread_index() * each;
   return {end - each, end > 0 ? each : 0};
 }
 
@@ -124,20 +124,20 @@ HOPWELL_DEVICE ThreadDigits digits_of_thread(const SelectParams& p, int digits) 
 HOPWELL_DEVICE int sum_of_warps(const SelectStorage& s, int warps) {
   return tile::sum_of_warp(arch::lane_index() < warps ? s.of_warp[arch::lane_index()] : 0);
 }
-// Finds the digit in which the number of scores, counted from the highest digit, reaches `wanted`. Clears the counts.
-HOPWELL_DEVICE void find_digit(const SelectParams& p, SelectStorage& s, int digits, int wanted) {
+// Finds the bucket in which the number of scores, counted from the highest bucket, reaches `wanted`. Clears the counts.
+HOPWELL_DEVICE void find_bucket(const SelectParams& p, SelectStorage& s, int buckets, int wanted) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
-  const ThreadDigits own = digits_of_thread(p, digits);
-  int sum = 0;  // lanes start at different digits, which are in different banks
+  const ThreadBuckets own = buckets_of_thread(p, buckets);
+  int sum = 0;  // lanes start at different buckets, which are in different banks
   for (int i = 0; i < own.count; ++i) sum += int(s.words[own.first + ((i + lane) & (own.count - 1))]);
   int up_to = tile::sum_up_to_lane(sum);
   if (lane == 31) s.of_warp[warp] = up_to;
   arch::syncthreads();
   up_to += sum_of_warps(s, warp);
   if (up_to >= wanted && up_to - sum < wanted) {
-    int digit = own.first + own.count, above = up_to - sum, count = 0;
-    while (above + count < wanted && digit > own.first) above += count, count = int(s.words[--digit]);
-    s.found = {uint32_t(digit), above, count};
+    int bucket = own.first + own.count, above = up_to - sum, count = 0;
+    while (above + count < wanted && bucket > own.first) above += count, count = int(s.words[--bucket]);
+    s.found = {uint32_t(bucket), above, count};
   }
   for (int i = 0; i < own.count; ++i) s.words[own.first + ((i + lane) & (own.count - 1))] = 0;
   arch::syncthreads();
@@ -170,13 +170,13 @@ HOPWELL_DEVICE int find_end_of_ties(const SelectParams& p, SelectStorage& s, con
 HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s, const QueryRow& row) {
   const WarpKeys keys = keys_of_warp(p, 0, row.visible);
   const uint32_t counts = arch::shared_address(s.words);
-  for (int i = arch::thread_index(); i < 1 << p.digit_bits; i += 32 * p.warps) s.words[i] = 0;
+  for (int i = arch::thread_index(); i < 1 << p.bucket_bits; i += 32 * p.warps) s.words[i] = 0;
   arch::syncthreads();
   uint32_t prefix = 0;  // of the threshold
   int wanted = p.topk;  // rank of the threshold among the scores that share its prefix
   for (int shift = 32; shift > 0;) {
     const bool first = shift == 32;
-    const int bits = shift < p.digit_bits ? shift : p.digit_bits;
+    const int bits = shift < p.bucket_bits ? shift : p.bucket_bits;
     shift -= bits, prefix <<= bits;
     if (first) {
       for_each_score(row.scores, keys, [&](int, float score, bool exists) {
@@ -184,13 +184,13 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s,
       });
     } else {
       for_each_score(row.scores, keys, [&](int, float score, bool exists) {
-        const uint32_t digit = (sortable_key(score) >> shift) - prefix;
-        arch::red_add_shared(exists && digit >> bits == 0, counts + 4 * digit, 1);
+        const uint32_t bucket = (sortable_key(score) >> shift) - prefix;
+        arch::red_add_shared(exists && bucket >> bits == 0, counts + 4 * bucket, 1);
       });
     }
     arch::syncthreads();
-    find_digit(p, s, 1 << bits, wanted);
-    prefix += s.found.digit, wanted -= s.found.above;
+    find_bucket(p, s, 1 << bits, wanted);
+    prefix += s.found.bucket, wanted -= s.found.above;
     if (wanted == s.found.count && prefix > 0) return {(prefix << shift) - 1, 0};  // all are selected
   }
   return {prefix, find_end_of_ties(p, s, row, prefix, wanted)};
@@ -279,7 +279,7 @@ SelectParams select_params(const Problem& problem, const void* workspace, std::i
   p.indices = problem.indices.as<int>(), p.indices_stride = problem.indices.stride[0];
   p.top_scores = problem.scores.as<float>(), p.top_stride = problem.scores.stride[0];
   p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
-  p.warps = plan.warps, p.digit_bits = plan.digit_bits;
+  p.warps = plan.warps, p.bucket_bits = plan.bucket_bits;
   return p;
 }
 
@@ -288,7 +288,7 @@ void launch_select(const Problem& problem, const void* workspace, std::int64_t f
                    Stream stream) {
   const SelectPlan plan = plan_select(problem, count);
   runtime::launch(kName, select_keys,
-                  runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.digit_bits)), stream,
+                  runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.bucket_bits)), stream,
                   select_params(problem, workspace, first, plan));
 }
 

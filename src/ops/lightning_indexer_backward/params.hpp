@@ -96,12 +96,13 @@ Params<T> params_of(const PassProblem& whole, const Plan& plan, void* workspace,
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.selection = tile::params_of({.indices = problem.indices ? given_indices(problem.indices.as<const int>()) : nullptr,
-                                 .indices_stride = problem.indices.stride[0],
-                                 .visibility = problem.visibility,
-                                 .s_q = problem.s_q,
-                                 .s_kv = problem.s_kv,
-                                 .topk = problem.topk});
+  p.selection =
+      tile::params_of({.indices = problem.indices ? non_null_indices(problem.indices.as<const int>()) : nullptr,
+                       .indices_stride = problem.indices.stride[0],
+                       .visibility = problem.visibility,
+                       .s_q = problem.s_q,
+                       .s_kv = problem.s_kv,
+                       .topk = problem.topk});
   const View& given = problem.d_scores ? problem.d_scores : problem.target;
   p.given = given.as<const float>(), p.given_stride = given.stride[0], p.given_gradients = bool(problem.d_scores);
   p.target_scale = problem.target_scale;

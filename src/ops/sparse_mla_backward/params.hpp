@@ -86,7 +86,7 @@ HOPWELL_DEVICE int first_slot(const Params& /*p*/, const WorkTile& work, const E
 HOPWELL_DEVICE int first_slot(const WindowParams& p, const WorkTile& work, const tile::WindowEntries& entries) {
   const Entries& selected = entries.selected;
   const int* const row = p.selection.indices + work.query * p.selection.indices_stride;  // of the query, not of a split
-  return (selected.given ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
+  return (selected.has_indices ? int(selected.row - row) : int(selected.visible.first)) - int(entries.window.count);
 }
 
 // Offset of a key's row from kv, in elements. Not a pointer: nvcc then folds the offsets of columns into instructions.

@@ -226,7 +226,7 @@ attention_distribution::Problem window_distribution_problem(const Problem& p, co
   d.q = p.q, d.kv = p.window_kv, d.lse = p.lse;
   d.attn = matrix_at(workspace, plan.workspace.window_attn, p.s_q, most);
   // A plan, which is made without a workspace, only asks whether there are indices.
-  d.selection.indices = given_indices(runtime::at_offset<const std::int32_t>(workspace, plan.workspace.window_rows));
+  d.selection.indices = non_null_indices(runtime::at_offset<const std::int32_t>(workspace, plan.workspace.window_rows));
   d.selection.indices_stride = most;
   d.selection.s_q = p.s_q, d.selection.s_kv = p.window.s_w, d.selection.topk = most;
   d.sm_scale = p.sm_scale, d.indices_ascending = true;

@@ -13,7 +13,7 @@ struct SelectionParams {
   int64_t indices_stride, length_stride;  // elements
   Visibility visibility;
   int s_kv, topk;
-  bool given;  // has_indices; testing the pointer instead would make its loads generic
+  bool has_indices;  // testing the pointer instead would make its loads generic
 };
 
 inline SelectionParams params_of(const Selection& selection) {
@@ -34,15 +34,15 @@ struct Entries {
   const int* row;
   int length;
   KeyRange visible;
-  bool given;  // false: no row; entry i is key visible.first + i, and length is visible.count
+  bool has_indices;  // false: no row; entry i is key visible.first + i, and length is visible.count
 
   /// Index of entry i; -1 beyond the length. The caller checks whether the index is a visible key, after the load has
   /// completed.
   HOPWELL_DEVICE int at(int i) const {
     // One predicated load into the register that already holds the other result. With branches the backward was 10 %
     // slower.
-    int key = given ? -1 : int(visible.first) + i;
-    if (given && i < length) key = row[i];
+    int key = has_indices ? -1 : int(visible.first) + i;
+    if (has_indices && i < length) key = row[i];
     return key;
   }
   HOPWELL_DEVICE bool counts(int key) const { return visible.has(key); }
@@ -51,15 +51,15 @@ struct Entries {
   /// The part of the row in slots first … first + size − 1: its entries up to the length, or the visible keys among
   /// these slots.
   HOPWELL_DEVICE Entries slice(int first, int size) const {
-    const int begin = given || int(visible.first) < first ? first : int(visible.first);
-    const int left = (given ? length : int(visible.end())) - first;
+    const int begin = has_indices || int(visible.first) < first ? first : int(visible.first);
+    const int left = (has_indices ? length : int(visible.end())) - first;
     int count = (left < size ? left : size) - (begin - first);
     count = count < 0 ? 0 : count;
-    return {row + first, count, given ? visible : KeyRange{uint32_t(begin), uint32_t(count)}, given};
+    return {row + first, count, has_indices ? visible : KeyRange{uint32_t(begin), uint32_t(count)}, has_indices};
   }
   /// Slot of entry 0 in a row of numbers that has one slot per entry, or without indices one per key. `first`: as for
   /// slice().
-  HOPWELL_DEVICE int place(int first = 0) const { return given || length == 0 ? first : int(visible.first); }
+  HOPWELL_DEVICE int place(int first = 0) const { return has_indices || length == 0 ? first : int(visible.first); }
   /// Key of entry i, or -1 if the entry is not valid.
   HOPWELL_DEVICE int key(int i) const {
     const int key = at(i);
@@ -69,12 +69,12 @@ struct Entries {
 
 HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {
   const KeyRange visible = p.visibility.keys(query, p.s_kv);
-  int length = p.given ? p.topk : int(visible.count);
+  int length = p.has_indices ? p.topk : int(visible.count);
   if (p.lengths) {
     length = p.lengths[query * p.length_stride];
     length = length < 0 ? 0 : length > p.topk ? p.topk : length;
   }
-  return {p.indices + query * p.indices_stride, length, visible, p.given};
+  return {p.indices + query * p.indices_stride, length, visible, p.has_indices};
 }
 
 }  // namespace hopwell::tile

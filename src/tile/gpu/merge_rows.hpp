@@ -108,7 +108,7 @@ HOPWELL_DEVICE PartOfRow part_of_warp(const MergeParams& p, int group) {
   const bool has_any = warp >> shift < p.members;
   const int member = has_any ? warp >> shift : 0;
   Entries row = entries_of(p.selection, int64_t{group} * p.members + member);
-  row.given = true;  // unmodified; tells the compiler that it is true
+  row.has_indices = true;  // unmodified; tells the compiler that it is true
   const int size = has_any ? (row.length + (32 << shift) - 1) >> (5 + shift) << 5 : 0;
   return {member, row.slice(part * size, size)};
 }
@@ -201,23 +201,23 @@ HOPWELL_DEVICE int count_slots(const arch::Words4* slots) {
 /// Samples a group's entries. All rows are read at the same time, slots are marked without tests or branches and
 /// counted at the end, and there are few barriers.
 HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part, float most) {
-  constexpr int kAgain = 1 << 16, kBatch = 8;
+  constexpr int kAgain = 1 << 16, kUnroll = 8;
   static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots <= sizeof(s.seen));
   static_assert(kSampleSlots / kMergeThreads < 256);  // the range of count_slots' counters
   const uint32_t seen = arch::shared_address(s.seen);
   auto* const slots = reinterpret_cast<arch::Words4*>(s.seen) + arch::thread_index();  // then every kMergeThreads-th
   const int lane = arch::lane_index();
   const Entries mine = part.slice(lane, part.length - lane);
-  int keys[kBatch], entries = 0;
+  int keys[kUnroll], entries = 0;
   load_every_32nd(mine, 0, keys);  // in flight while slots are cleared
   HOPWELL_NO_UNROLL
-  for (int i = 32 * (kBatch + lane); i < part.length; i += 32 * 32)
+  for (int i = 32 * (kUnroll + lane); i < part.length; i += 32 * 32)
     arch::prefetch_l2(part.row + i);  // the lines of the other entries
   HOPWELL_UNROLL
   for (int i = 0; i < kSampleSlots / 16; i += kMergeThreads) slots[i] = {};
   arch::syncthreads();
   HOPWELL_NO_UNROLL
-  for (int next = 32 * kBatch;; next += 32 * kBatch) {
+  for (int next = 32 * kUnroll;; next += 32 * kUnroll) {
     HOPWELL_UNROLL
     for (const int key : keys) {
       const uint32_t hash = sample_hash(key);
@@ -238,19 +238,19 @@ HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part
 /// Marks a warp's keys from `first` on that are not marked yet. Of equal keys of a row one is marked; the others wait
 /// for another round. Returns whether any wait. `taken`: one bit for each of the thread's entries.
 HOPWELL_DEVICE bool mark_keys(const MergeParams& p, MergeStorage& s, int first, uint64_t& taken) {
-  constexpr int kBatch = 4;  // entries loaded at a time
+  constexpr int kUnroll = 4;  // entries loaded at a time
   Entries part = s.parts[arch::warp_index()].entries;
-  part.given = true;
+  part.has_indices = true;
   const uint32_t seen = arch::shared_address(s.seen + s.parts[arch::warp_index()].member * p.words);
   bool waits = false;
   HOPWELL_NO_UNROLL
-  for (int first_of_batch = 0; 32 * first_of_batch < part.length; first_of_batch += kBatch) {
-    int keys[kBatch];
-    load_every_32nd(part, 32 * first_of_batch + arch::lane_index(), keys);
+  for (int first_entry_of_step = 0; 32 * first_entry_of_step < part.length; first_entry_of_step += kUnroll) {
+    int keys[kUnroll];
+    load_every_32nd(part, 32 * first_entry_of_step + arch::lane_index(), keys);
     HOPWELL_UNROLL
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const uint32_t at = uint32_t(keys[i]) - uint32_t(first);
-      const int place = first_of_batch + i;
+      const int place = first_entry_of_step + i;
       if (!part.counts(keys[i]) || at >= 32 * uint32_t(p.words) || (taken >> place & 1)) continue;
       const uint32_t bit = 1u << at % 32;
       const bool is_second = arch::atomic_or_shared(seen + at / 32 * 4, bit) & bit;
@@ -330,8 +330,8 @@ HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s,
   for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(p.words)) {
     const uint32_t left = visible.end() - first;
     const int words = left < 32 * uint32_t(p.words) ? int(left + 31) / 32 : p.words;
-    const int share = (words + 4 * kWarps - 1) / (4 * kWarps) * 4, end = share * (warp + 1);
-    const WordRange own{share * warp, end < words ? end : words};
+    const int words_per_warp = (words + 4 * kWarps - 1) / (4 * kWarps) * 4, end = words_per_warp * (warp + 1);
+    const WordRange own{words_per_warp * warp, end < words ? end : words};
     uint64_t taken = 0;
     int waiting;
     do {

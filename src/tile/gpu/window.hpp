@@ -17,8 +17,8 @@ struct WindowEntries {
   /// Key number of entry i; -1 beyond the length. Whether an index of `selected` is a visible key is for counts().
   HOPWELL_DEVICE int at(int i) const {
     const int j = i - int(window.count);
-    int key = j < 0 ? int(window.first) + i : selected.given ? -1 : int(selected.visible.first) + j;
-    if (selected.given && j >= 0 && j < selected.length) key = selected.row[j];
+    int key = j < 0 ? int(window.first) + i : selected.has_indices ? -1 : int(selected.visible.first) + j;
+    if (selected.has_indices && j >= 0 && j < selected.length) key = selected.row[j];
     return key;
   }
   /// Whether entry i, which has the key number `key`, is valid.
@@ -38,8 +38,8 @@ struct WindowEntries {
     int count = left < size - from_window ? left : size - from_window;
     count = count < 0 ? 0 : count;
     const KeyRange visible =
-        selected.given ? selected.visible : KeyRange{selected.visible.first + uint32_t(begin), uint32_t(count)};
-    return {{selected.row + begin, count, visible, selected.given},
+        selected.has_indices ? selected.visible : KeyRange{selected.visible.first + uint32_t(begin), uint32_t(count)};
+    return {{selected.row + begin, count, visible, selected.has_indices},
             {window.first + uint32_t(skipped), uint32_t(from_window)},
             from_window + count};
   }

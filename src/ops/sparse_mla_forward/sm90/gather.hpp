@@ -59,7 +59,7 @@ struct AllTiles {
 };
 // With skipped tiles, looks up 31 at a time: under the gather's traffic a memory access takes as long as a tile.
 struct OwnTiles {
-  static constexpr int kAtOnce = 31;
+  static constexpr int kTilesPerLookup = 31;
   // One bit per tile that was looked up, from the current tile on; the next bit marks the first tile that was not.
   uint32_t own = 0;
   // Keys of the tile with this lane's number, if rows are merged; and the lane of the current tile.
@@ -70,7 +70,7 @@ struct OwnTiles {
       const uint32_t mine = number + uint32_t(arch::lane_index()) * stride;
       keys = mine < p.work_tiles ? p.merged.keys_of(int(mine)) : 0;
       const bool is_own = mine < p.work_tiles && (keys > 0) == p.merged.wants_merged;
-      own = arch::ballot(arch::lane_index() == kAtOnce || is_own);
+      own = arch::ballot(arch::lane_index() == kTilesPerLookup || is_own);
       place = 0;
       number += to_lowest(own) * stride;
       if (own != 1) break;
@@ -297,7 +297,7 @@ struct Box {
 HOPWELL_DEVICE Box box_of(const BoxParams& p, const tile::WindowEntries& entries, int first_entry) {
   const int of_window = int(entries.window.count), end = first_entry + kKeys;
   const bool is_window = end <= of_window;
-  const bool is_dense = !p.selection.given && first_entry >= of_window && end <= entries.length;
+  const bool is_dense = !p.selection.has_indices && first_entry >= of_window && end <= entries.length;
   return {is_window ? &p.window_rows : &p.kv_rows,
           first_entry + (is_window ? int(entries.window.first) - p.selection.s_kv
                                    : int(entries.selected.visible.first) - of_window),

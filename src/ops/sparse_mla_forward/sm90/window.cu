@@ -8,7 +8,7 @@ namespace {
 // Whether the kernel for 64 heads can use tensor copies.
 bool takes_boxes(const Problem& problem, const WindowParams& p) {
   return p.aligned && p.out_aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.window_kv, {0}) &&
-         (p.selection.given || tile::can_map(problem.kv, {0}));
+         (p.selection.has_indices || tile::can_map(problem.kv, {0}));
 }
 
 BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) {
@@ -20,7 +20,7 @@ BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) 
     if (rows.shape[0] >= kKeys) map = tile::map_of(rows, {{1, tile::kPanelColumns}, {0, kKeys}}, kSwizzle);
   };
   map_rows(p.window_rows, problem.window_kv);
-  if (!p.selection.given) map_rows(p.kv_rows, problem.kv);
+  if (!p.selection.has_indices) map_rows(p.kv_rows, problem.kv);
   return p;
 }
 
