@@ -93,7 +93,8 @@ METRICS = {
     "bank writes": "l1tex__data_bank_writes.avg",
     "nanoseconds": "gpu__time_duration.sum",
 }
-KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the main kernels, without preprocess and postprocess
+# The main kernels, without preprocess and postprocess.
+KERNELS = "^(sparse_mla_(fwd|bwd)|attention_distribution)_sm[0-9]+(_pair|_single)?$"
 
 
 def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:

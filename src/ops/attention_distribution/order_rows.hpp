@@ -21,7 +21,7 @@ struct OrderParams {
 // Sorts the keys of one query with one CTA. Every other wave has descending keys (serpentine order), because L2 still
 // holds the keys that the previous wave read last.
 __global__ void __launch_bounds__(tile::kOrderThreads, tile::kOrderCtas)
-    order_row(const __grid_constant__ OrderParams p) {
+    attention_distribution_sort_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();
   const int query = arch::block_index(), t = arch::thread_index();
   if (p.progress && query == 0 && t == 0) *p.progress = 0;
@@ -41,7 +41,7 @@ inline void order_rows(const Problem& problem, const Ordering& ordering, Params&
   if (ordering.throttles)
     p.throttle = {runtime::at_offset<uint32_t>(workspace, ordering.progress), p.plan.ctas, kMaxLead,
                   p.plan.whole_queries, ordering.steps};
-  runtime::launch("attention_distribution", order_row,
+  runtime::launch("attention_distribution", attention_distribution_sort_row,
                   runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,
                   OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.throttle.progress, p.plan.ctas});
   p.selection = tile::ordered_selection_of(p.selection, ordered), p.sources = ordered.sources;

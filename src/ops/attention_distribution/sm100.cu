@@ -20,7 +20,7 @@ void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) 
   constexpr auto kSwizzle = arch::Swizzle::bytes128;
   const GatherParams p{params_of(problem, plan), tile::map_of_rows(problem.kv, problem.q, 64, kSwizzle),
                        tile::map_of(problem.q, {{2, 64}, {1, kHeadsAtATime}, {0, 1}}, kSwizzle)};
-  runtime::launch("attention_distribution", kernel<kDqk>,
+  runtime::launch("attention_distribution", attention_distribution_sm100<kDqk>,
                   runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
 }
 

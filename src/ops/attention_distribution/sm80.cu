@@ -16,8 +16,10 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
 
 template <int kHeadWarps>
 void launch_with_warps(const Params& p, Stream stream) {
-  runtime::launch("attention_distribution", p.d_qk > 512 ? kernel<576, kHeadWarps> : kernel<512, kHeadWarps>,
-                  runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
+  runtime::launch(
+      "attention_distribution",
+      p.d_qk > 512 ? attention_distribution_sm80<576, kHeadWarps> : attention_distribution_sm80<512, kHeadWarps>,
+      runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
 }
 
 void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {

@@ -22,8 +22,9 @@ bool is_aligned(const Params& p, const Problem& problem) {
 
 template <int kDqk>
 auto kernel_of(bool alternate, bool ordered) {
-  if (ordered) return alternate ? kernel<kDqk, true, true> : kernel<kDqk, false, true>;
-  return alternate ? kernel<kDqk, true, false> : kernel<kDqk, false, false>;
+  if (ordered)
+    return alternate ? attention_distribution_sm90<kDqk, true, true> : attention_distribution_sm90<kDqk, false, true>;
+  return alternate ? attention_distribution_sm90<kDqk, true, false> : attention_distribution_sm90<kDqk, false, false>;
 }
 
 template <int kDqk>

@@ -189,7 +189,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
 }
 
 template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) select_keys_in_cluster(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(32 * kWarps)
+    lightning_indexer_select_cluster(const __grid_constant__ SelectParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());
@@ -220,8 +221,9 @@ bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, const vo
                                 .threads = 32 * kWarps,
                                 .cluster = plan.cluster,
                                 .shared_bytes = ClusterSelectStorage::bytes()};
-  if (runtime::clusters_that_fit<select_keys_in_cluster<kWarps>>(problem.device, shape) == 0) return false;
-  runtime::launch(kName, select_keys_in_cluster<kWarps>, shape, stream, select_params(problem, workspace, first, plan));
+  if (runtime::clusters_that_fit<lightning_indexer_select_cluster<kWarps>>(problem.device, shape) == 0) return false;
+  runtime::launch(kName, lightning_indexer_select_cluster<kWarps>, shape, stream,
+                  select_params(problem, workspace, first, plan));
   return true;
 }
 

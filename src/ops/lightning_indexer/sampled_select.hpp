@@ -451,7 +451,7 @@ HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage&
 
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
-    select_keys_by_guess(const __grid_constant__ SelectParams p) {
+    lightning_indexer_select_sampled(const __grid_constant__ SelectParams p) {
   const QueryRow row = row_of(p, arch::block_index());
   if (row.visible <= p.topk) {
     for (int i = arch::thread_index(); i < p.topk; i += 32 * kWarps) write_visible(row, i);
@@ -469,10 +469,10 @@ void launch_sampled_select(const Problem& problem, const void* workspace, std::i
                            Stream stream) {
   const SelectPlan plan = plan_sampled_select(problem, count);
   if (plan.warps == 0) return launch_select(problem, workspace, first, count, stream);
-  const auto kernel = plan.warps == 4    ? select_keys_by_guess<4>
-                      : plan.warps == 8  ? select_keys_by_guess<8>
-                      : plan.warps == 16 ? select_keys_by_guess<16>
-                                         : select_keys_by_guess<32>;
+  const auto kernel = plan.warps == 4    ? lightning_indexer_select_sampled<4>
+                      : plan.warps == 8  ? lightning_indexer_select_sampled<8>
+                      : plan.warps == 16 ? lightning_indexer_select_sampled<16>
+                                         : lightning_indexer_select_sampled<32>;
   runtime::launch(kName, kernel,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
                   select_params(problem, workspace, first, plan));

@@ -264,7 +264,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const Qu
   }
 }
 
-__global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(32 * kMaxSelectWarps)
+    lightning_indexer_select(const __grid_constant__ SelectParams p) {
   auto& s = arch::dynamic_smem<SelectStorage>();
   const QueryRow row = row_of(p, arch::block_index());
   if (row.visible > p.topk) return write_topk(p, s, row, find_threshold(p, s, row));
@@ -287,7 +288,7 @@ SelectParams select_params(const Problem& problem, const void* workspace, std::i
 void launch_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
                    Stream stream) {
   const SelectPlan plan = plan_select(problem, count);
-  runtime::launch(kName, select_keys,
+  runtime::launch(kName, lightning_indexer_select,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.bucket_bits)), stream,
                   select_params(problem, workspace, first, plan));
 }

@@ -1,7 +1,7 @@
 // lightning_indexer by mma.sync, for any NVIDIA GPU from Ampere on: list of kernels.
 //
-//     score_keys     scores of some queries and all keys, to the workspace     sm80/score.hpp
-//     select_keys    the best keys of each query; then the next queries        select.hpp
+//     lightning_indexer_score_sm80    scores of some queries and all keys, to the workspace    sm80/score.hpp
+//     lightning_indexer_select        the best keys of each query; then the next queries       select.hpp
 #include "ops/lightning_indexer/select.hpp"
 #include "ops/lightning_indexer/sm80/score.hpp"
 

@@ -1,10 +1,12 @@
 // lightning_indexer for Hopper: list of kernels.
 //
-//     score_keys                scores of some queries and all keys                              sm90/score.hpp
-//     select_keys_in_cluster    the best keys of each query, for few queries with long rows;     cluster_select.hpp
-//                               then the next queries
-//     select_keys_by_guess      … for other rows of at least 4,096 keys                          sampled_select.hpp
-//     select_keys               … for shorter rows, and rows too long for the others             select.hpp
+//     lightning_indexer_score_sm90        scores of some queries and all keys
+//     lightning_indexer_select_cluster    the best keys of each query, for few queries with long rows
+//     lightning_indexer_select_sampled    … for other rows of at least 4,096 keys
+//     lightning_indexer_select            … for shorter rows, and rows too long for the others
+//
+// The four run again for the next queries. Their files are sm90/score.hpp, cluster_select.hpp, sampled_select.hpp and
+// select.hpp.
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
 

@@ -8,11 +8,13 @@
 // positive and relu(dot) is dot. Each product has one operand of zeros and ones, which is exact in bf16, and one
 // operand in a bf16x3 split.
 //
-//     clear_d_k        clears d_k, or its deterministic sums and their bounds                            passes.hpp
-//     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp
-//     add_gradients    dq, dw, and each query's contribution to dk                                    gradients.hpp
-//     postprocess_d_k  deterministic sums to fp32                                                       passes.hpp
-//     sum_losses       in the order of the queries                                                      passes.hpp
+// The kernels, without `lightning_indexer_bwd_` and the architecture:
+//
+//     clear_d_k          passes.hpp               clears d_k, or its deterministic sums and their bounds
+//     score              score.hpp, loss.hpp      scores, then g of all entries, in the workspace; the query's loss
+//     gradients          gradients.hpp            dq, dw, and each query's contribution to dk
+//     postprocess_d_k    passes.hpp               converts deterministic sums to fp32
+//     sum_losses         passes.hpp               sums the losses in the order of the queries
 //
 // Deterministic sums of dk are the wide sums of tile/gpu/fixed_point.hpp, with one unit per key. Each of a key's n
 // entries contributes at most |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: the error of a contribution is at
@@ -72,7 +74,7 @@ struct Params {
   uint32_t* bound_of_all;  // bits of the bound of every finite contribution; null: each entry records its own bound
   int64_t d_q_stride_s, d_q_stride_h, d_k_stride, d_weights_stride;
   int s_kv, topk, heads, columns, column_blocks;
-  int score_warps;                  // warps of a CTA of score_entries
+  int score_warps;                  // warps of a CTA of the score kernel
   bool d_k_in_pairs, d_q_in_pairs;  // pairs of adjacent columns, from an even column on, are aligned
 };
 

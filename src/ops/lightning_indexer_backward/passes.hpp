@@ -18,7 +18,7 @@ HOPWELL_DEVICE void for_each_key(const Params<T>& p, const Work& work) {
 
 // Clears dk, or its deterministic sums and their bounds.
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant__ Params<T> p) {
+__global__ void __launch_bounds__(kPassThreads) lightning_indexer_bwd_clear_d_k(const __grid_constant__ Params<T> p) {
   tile::launch_dependents();
   if (p.bound_of_all && arch::block_index() == 0 && arch::thread_index() == 0) *p.bound_of_all = 0;
   for_each_key(p, [&](int64_t key) {
@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant_
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) postprocess_d_k(const __grid_constant__ Params<T> p) {
+__global__ void __launch_bounds__(kPassThreads)
+    lightning_indexer_bwd_postprocess_d_k(const __grid_constant__ Params<T> p) {
   for_each_key(p, [&](int64_t key) {
     const float bound = bound_of(p.bounds.largest[key], p.bounds.count[key]);
     const int unit = tile::unit_exponent<tile::kWideBits>(bound);
@@ -64,7 +65,8 @@ HOPWELL_DEVICE float bound_of_query(const Params<T>& p, int64_t query) {
 // One warp per query, over all passes. A bound that is not finite is skipped here; the sum becomes NaN when the
 // contribution is added.
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) bound_queries(const __grid_constant__ Params<T> p, int64_t s_q) {
+__global__ void __launch_bounds__(kPassThreads)
+    lightning_indexer_bwd_bound_queries(const __grid_constant__ Params<T> p, int64_t s_q) {
   constexpr int kWarps = kPassThreads / 32;
   for (int64_t query = int64_t{arch::block_index()} * kWarps + arch::warp_index(); query < s_q;
        query += int64_t{arch::grid_size()} * kWarps) {
@@ -74,7 +76,8 @@ __global__ void __launch_bounds__(kPassThreads) bound_queries(const __grid_const
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant__ Params<T> p, int64_t s_q) {
+__global__ void __launch_bounds__(kPassThreads)
+    lightning_indexer_bwd_bound_keys(const __grid_constant__ Params<T> p, int64_t s_q) {
   for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.s_kv;
        key += int64_t{arch::grid_size()} * kPassThreads)
     p.bounds.largest[key] = *p.bound_of_all, p.bounds.count[key] = uint32_t(s_q);
@@ -83,7 +86,8 @@ __global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant
 // One CTA, in a fixed order: thread t adds the losses of every 1,024th query from t on, lane l of the first warp adds
 // the sums of every 32nd thread, and lane 0 adds these.
 constexpr int kLossThreads = 1024;
-__global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses, int64_t s_q, float* loss) {
+__global__ void __launch_bounds__(kLossThreads)
+    lightning_indexer_bwd_sum_losses(const double* losses, int64_t s_q, float* loss) {
   auto& sums = arch::dynamic_smem<double[kLossThreads]>();
   const int thread = arch::thread_index();
   double sum = 0;
@@ -107,17 +111,20 @@ void launch_passes(const PassProblem& problem, const Plan& plan, const Params<T>
   const std::uint32_t ctas = plan.pass_ctas;
   const arch::LaunchShape over_d_k{.grid = {ctas}, .threads = kPassThreads};
   if (ctas > 0 && problem.first_pass()) {
-    runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
-    if (p.bound_of_all) runtime::launch(kName, bound_queries<T>, over_d_k, stream, p, problem.s_q);
-    if (p.bound_of_all) runtime::launch(kName, bound_keys<T>, over_d_k, stream, p, problem.s_q);
+    runtime::launch(kName, lightning_indexer_bwd_clear_d_k<T>, over_d_k, stream, p);
+    if (p.bound_of_all)
+      runtime::launch(kName, lightning_indexer_bwd_bound_queries<T>, over_d_k, stream, p, problem.s_q);
+    if (p.bound_of_all) runtime::launch(kName, lightning_indexer_bwd_bound_keys<T>, over_d_k, stream, p, problem.s_q);
   }
   if (problem.queries() > 0) launch_queries();
   if (!problem.last_pass()) return;
-  if (ctas > 0 && problem.deterministic) runtime::launch(kName, postprocess_d_k<T>, over_d_k, stream, p);
+  if (ctas > 0 && problem.deterministic)
+    runtime::launch(kName, lightning_indexer_bwd_postprocess_d_k<T>, over_d_k, stream, p);
   if (!problem.loss) return;
-  runtime::launch(
-      kName, sum_losses, {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,
-      static_cast<const double*>(losses_of(problem, plan, workspace)), problem.s_q, problem.loss.as<float>());
+  runtime::launch(kName, lightning_indexer_bwd_sum_losses,
+                  {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,
+                  static_cast<const double*>(losses_of(problem, plan, workspace)), problem.s_q,
+                  problem.loss.as<float>());
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,9 +1,10 @@
 // lightning_indexer_backward by mma.sync, for any NVIDIA GPU from Ampere on: list of kernels.
 //
-//     clear_d_k                  passes.hpp
-//     score_entries              sm80/score.hpp: scores, g and the loss
-//     add_gradients              sm80/gradients.hpp: dq, dw, and each query's contribution to dk
-//     postprocess_d_k, sum_losses     passes.hpp
+//     lightning_indexer_bwd_clear_d_k          passes.hpp
+//     lightning_indexer_bwd_score_sm80         sm80/score.hpp: scores, g and the loss
+//     lightning_indexer_bwd_gradients_sm80     sm80/gradients.hpp: dq, dw, and each query's contribution to dk
+//     lightning_indexer_bwd_postprocess_d_k    passes.hpp
+//     lightning_indexer_bwd_sum_losses         passes.hpp
 #include <algorithm>
 
 #include "ops/lightning_indexer_backward/passes.hpp"
@@ -35,10 +36,10 @@ void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, St
                                .threads = static_cast<std::uint32_t>(threads),
                                .shared_bytes = shared_bytes};
     };
-    runtime::launch(kName, score_entries<T, kRelu>, over_queries(32 * p.score_warps, sizeof(ScoreStorage<T>)), stream,
-                    p);
-    runtime::launch(kName, add_gradients<T, kRelu>, over_queries(GradientConfig::kThreads, sizeof(GradientStorage<T>)),
-                    stream, p);
+    runtime::launch(kName, lightning_indexer_bwd_score_sm80<T, kRelu>,
+                    over_queries(32 * p.score_warps, sizeof(ScoreStorage<T>)), stream, p);
+    runtime::launch(kName, lightning_indexer_bwd_gradients_sm80<T, kRelu>,
+                    over_queries(GradientConfig::kThreads, sizeof(GradientStorage<T>)), stream, p);
   });
 }
 

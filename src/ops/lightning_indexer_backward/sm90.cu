@@ -1,12 +1,13 @@
 // lightning_indexer_backward for Hopper: list of kernels.
 //
-//     clear_d_k                  passes.hpp
-//     score_entries              sm90/score.hpp: scores, g and the loss; signs of the products
-//     add_gradients              sm90/gradients.hpp: dq, dw, and each query's contribution to dk
-//     postprocess_d_k, sum_losses     passes.hpp
+//     lightning_indexer_bwd_clear_d_k          passes.hpp
+//     lightning_indexer_bwd_score_sm90         sm90/score.hpp: scores, g and the loss; signs of the products
+//     lightning_indexer_bwd_gradients_sm90     sm90/gradients.hpp: dq, dw, and each query's contribution to dk
+//     lightning_indexer_bwd_postprocess_d_k    passes.hpp
+//     lightning_indexer_bwd_sum_losses         passes.hpp
 //
-// Without indices and with up to 64 heads: score_groups and add_group_gradients, sm90/group_*.hpp, replace the two
-// kernels of entries.
+// Without indices and with up to 64 heads, lightning_indexer_bwd_score_groups_sm90 and
+// lightning_indexer_bwd_group_gradients_sm90 (sm90/group_*.hpp) replace the two kernels of entries.
 #include "ops/lightning_indexer_backward/passes.hpp"
 #include "ops/lightning_indexer_backward/sm90/group_gradients.hpp"
 #include "ops/lightning_indexer_backward/sm90/group_score.hpp"
@@ -44,10 +45,10 @@ void launch_groups(const PassProblem& problem, const Plan& plan, void* workspace
   p.ungrouped = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.ungrouped);
   launch_passes(problem, plan, static_cast<const Params<bf16>&>(p), workspace, stream, [&] {
     runtime::launch(
-        kName, score_groups<kRelu, kRows>,
+        kName, lightning_indexer_bwd_score_groups_sm90<kRelu, kRows>,
         {.grid = {groups}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(GroupScoreStorage<kRows>)}, stream,
         p);
-    runtime::launch(kName, add_group_gradients<kRelu, kRows>,
+    runtime::launch(kName, lightning_indexer_bwd_group_gradients_sm90<kRelu, kRows>,
                     {.grid = {groups},
                      .threads = GroupGradientConfig::kThreads,
                      .shared_bytes = sizeof(GroupGradientStorage<kRows>)},
@@ -73,13 +74,13 @@ void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, St
   const auto queries = static_cast<std::uint32_t>(problem.queries());
   launch_passes(problem, plan, static_cast<const Params<bf16>&>(p), workspace, stream, [&] {
     const bool dependent = problem.device.has_dependent_launches();
-    runtime::launch(kName, score_entries<kRelu>,
+    runtime::launch(kName, lightning_indexer_bwd_score_sm90<kRelu>,
                     {.grid = {queries},
                      .threads = ScoreConfig::kThreads,
                      .shared_bytes = sizeof(ScoreStorage),
                      .programmatic_dependency = dependent && problem.first_pass() && plan.pass_ctas > 0},
                     stream, p);
-    runtime::launch(kName, add_gradients<kRelu>,
+    runtime::launch(kName, lightning_indexer_bwd_gradients_sm90<kRelu>,
                     {.grid = {queries * static_cast<std::uint32_t>(p.head_tiles)},
                      .threads = GradientConfig::kThreads,
                      .shared_bytes = sizeof(GradientStorage),

@@ -203,7 +203,7 @@ HOPWELL_DEVICE void store_row(const Params& p, int64_t row, int slot) {
     *reinterpret_cast<uint32_t*>(data + f.data_pitch - f.reserved + byte) = 0;
 }
 
-__global__ void __launch_bounds__(Config::kThreads) append_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
   const int warp = arch::warp_index();
   for (int64_t first = 0; first < p.n; first += Config::kRows) {

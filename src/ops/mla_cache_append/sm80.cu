@@ -54,7 +54,7 @@ Params params_of(const Problem& problem) {
 void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
   const std::int64_t owners = std::min<std::int64_t>(problem.n, 3 * problem.device.sms);
-  runtime::launch("mla_cache_append", append_rows,
+  runtime::launch("mla_cache_append", mla_cache_append_rows,
                   runtime::shape_of_ctas(owners, Config::kThreads, sizeof(SharedStorage)), stream, params_of(problem));
 }
 

@@ -15,7 +15,7 @@ struct Params {
   int columns;
 };
 
-__global__ void __launch_bounds__(32 * kWarps) normalize_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * kWarps) normalize_l1_rows(const __grid_constant__ Params p) {
   constexpr int kUnroll = 8;
   const int64_t row = int64_t{arch::block_index()} * kWarps + arch::warp_index();
   if (row >= p.rows) return;
@@ -40,7 +40,7 @@ void launch(const Problem& problem, Stream stream) {
   if (problem.attn.size() == 0) return;
   const Params p{problem.attn.as<const float>(), problem.out.as<float>(), problem.attn.stride[0],
                  problem.out.stride[0],          problem.attn.shape[0],   static_cast<int>(problem.attn.shape[1])};
-  runtime::launch(kName, normalize_rows, runtime::shape_of_ctas((p.rows + kWarps - 1) / kWarps, 32 * kWarps), stream,
+  runtime::launch(kName, normalize_l1_rows, runtime::shape_of_ctas((p.rows + kWarps - 1) / kWarps, 32 * kWarps), stream,
                   p);
 }
 

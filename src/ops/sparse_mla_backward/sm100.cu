@@ -18,10 +18,12 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
 
 template <int kDqk>
 void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  launch_variant<pair_kernel<kDqk, true, false>, pair_kernel<kDqk, false, true>, pair_kernel<kDqk, false, false>>(
-      problem, plan, workspace, plan.pairs, sizeof(PairStorage<kDqk>), stream);
-  launch_variant<single_kernel<kDqk, true, false>, single_kernel<kDqk, false, true>, single_kernel<kDqk, false, false>>(
-      problem, plan, workspace, plan.singles, sizeof(SingleStorage<kDqk>), stream);
+  launch_variant<sparse_mla_bwd_sm100_pair<kDqk, true, false>, sparse_mla_bwd_sm100_pair<kDqk, false, true>,
+                 sparse_mla_bwd_sm100_pair<kDqk, false, false>>(problem, plan, workspace, plan.pairs,
+                                                                sizeof(PairStorage<kDqk>), stream);
+  launch_variant<sparse_mla_bwd_sm100_single<kDqk, true, false>, sparse_mla_bwd_sm100_single<kDqk, false, true>,
+                 sparse_mla_bwd_sm100_single<kDqk, false, false>>(problem, plan, workspace, plan.singles,
+                                                                  sizeof(SingleStorage<kDqk>), stream);
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {

@@ -27,7 +27,7 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
 
 void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true, Params>>(
+    launch_main<sparse_mla_bwd_sm90_single<kDqk, 4, false, false, true, Params>>(
         problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();

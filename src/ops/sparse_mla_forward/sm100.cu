@@ -33,7 +33,7 @@ void launch_with_width(const Problem& problem, Stream stream) {
   p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
     runtime::launch(
-        "sparse_mla_forward", pair_kernel<kDqk>,
+        "sparse_mla_forward", sparse_mla_fwd_sm100_pair<kDqk>,
         {.grid = {2 * std::min(p.work_tiles, std::max(1U, static_cast<std::uint32_t>(problem.device.sms) / 2))},
          .threads = PairConfig::kThreads,
          .cluster = 2,
@@ -41,7 +41,7 @@ void launch_with_width(const Problem& problem, Stream stream) {
         stream, p);
   p.first_head = static_cast<int>(PairConfig::kHeads * pairs);
   if (p.first_head < problem.h_q)
-    runtime::launch("sparse_mla_forward", single_kernel<kDqk>,
+    runtime::launch("sparse_mla_forward", sparse_mla_fwd_sm100_single<kDqk>,
                     runtime::shape_of_ctas(problem.s_q, SingleConfig::kThreads, sizeof(SingleStorage<kDqk>)), stream,
                     p);
 }

@@ -29,9 +29,9 @@ void launch_with_width(const Problem& problem, Stream stream) {
       .shared_bytes = sizeof(SharedStorage<kDqk>)};
   constexpr const char* kName = "sparse_mla_forward";
   if (problem.window)
-    runtime::launch(kName, kernel<kDqk, WindowParams>, shape, stream, params_with_window(problem));
+    runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream, params_with_window(problem));
   else
-    runtime::launch(kName, kernel<kDqk, Params>, shape, stream, params_of(problem));
+    runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem));
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -238,7 +238,8 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s) {
 // ---- kernel
 
 template <int kDqk>
-__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_distribution_sm100(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const int warp = arch::warp_index();

@@ -246,7 +246,7 @@ HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, const WorkTile&
 }
 
 template <int kColumns, int kHeadWarps>
-__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_distribution_sm80(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
   HOPWELL_NO_UNROLL
   for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {

@@ -251,7 +251,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <int kDqk, bool kAlternate, bool kOrdered>
-__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_distribution_sm90(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   if (arch::thread_index() == 0) {

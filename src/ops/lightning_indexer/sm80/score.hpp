@@ -161,7 +161,7 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
 // kWhole: d_index > 96.
 template <bool kWhole, bool kRelu, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
-    score_keys(const __grid_constant__ ScoreParams<T> p) {
+    lightning_indexer_score_sm80(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
   const ScorePart part =
@@ -205,8 +205,9 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
 // Without relu, which is rare, only the variant for any d_index is compiled.
 template <class T>
 auto kernel_for(const ScoreParams<T>& p, bool relu) {
-  if (!relu) return score_keys<false, false, T>;
-  return p.column_blocks == kColumnBlocks ? score_keys<true, true, T> : score_keys<false, true, T>;
+  if (!relu) return lightning_indexer_score_sm80<false, false, T>;
+  return p.column_blocks == kColumnBlocks ? lightning_indexer_score_sm80<true, true, T>
+                                          : lightning_indexer_score_sm80<false, true, T>;
 }
 
 // Scores of `count` queries from `first` on.

@@ -348,7 +348,8 @@ HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams<T>& p, const ScoreStorag
 
 // kHeads: see query_tiles.
 template <int kHeads, bool kMasked, bool kRelu, class T>
-__global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const __grid_constant__ ScoreParams<T> p) {
+__global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
+    lightning_indexer_score_sm90(const __grid_constant__ ScoreParams<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = ScoreConfig<T>;
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
@@ -382,8 +383,9 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
 // Without relu, which is rare, only the masked variant is compiled; it also handles queries that see all keys.
 template <int kHeads, class T>
 auto kernel_for(const ScoreParams<T>& p, bool relu) {
-  if (!relu) return score_keys<kHeads, true, false, T>;
-  return p.masked ? score_keys<kHeads, true, true, T> : score_keys<kHeads, false, true, T>;
+  if (!relu) return lightning_indexer_score_sm90<kHeads, true, false, T>;
+  return p.masked ? lightning_indexer_score_sm90<kHeads, true, true, T>
+                  : lightning_indexer_score_sm90<kHeads, false, true, T>;
 }
 
 // Scores of `count` queries from `first` on.

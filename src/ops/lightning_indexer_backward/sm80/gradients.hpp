@@ -233,7 +233,8 @@ HOPWELL_DEVICE void store_d_weights(const Params<T>& p, GradientStorage<T>& s, i
 }
 
 template <class T, bool kRelu>
-__global__ void __launch_bounds__(GradientConfig::kThreads) add_gradients(const __grid_constant__ Params<T> p) {
+__global__ void __launch_bounds__(GradientConfig::kThreads)
+    lightning_indexer_bwd_gradients_sm80(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<GradientStorage<T>>();
   const int query = arch::block_index(), own = arch::warp_index() % 2 * 16;
   const tile::Entries all = tile::entries_of(p.selection, query);

@@ -67,7 +67,8 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
 }
 
 template <class T, bool kRelu>
-__global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(const __grid_constant__ Params<T> p) {
+__global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps)
+    lightning_indexer_bwd_score_sm80(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
   const tile::Entries entries = tile::entries_of(p.selection, query);

@@ -384,7 +384,8 @@ HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s,
 
 // One CTA per query and 64 of its heads.
 template <bool kRelu>
-__global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(const __grid_constant__ EntryParams p) {
+__global__ void __launch_bounds__(GradientConfig::kThreads, 1)
+    lightning_indexer_bwd_gradients_sm90(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GradientStorage>();
   const int query = arch::block_index() / p.head_tiles, head_tile = arch::block_index() % p.head_tiles;

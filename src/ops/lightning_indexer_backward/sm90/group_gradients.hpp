@@ -1,11 +1,11 @@
 // lightning_indexer_backward for Hopper without indices: dq, dw, and the contribution to dk of a query group
-// (groups.hpp). Formulas and bf16x3 splits as in add_gradients.
+// (groups.hpp). Formulas and bf16x3 splits as in gradients.hpp.
 //
 // Tile      a CTA has 128 rows, the heads of its queries; 64 keys per step
 // Roles     warpgroups 0, 1  heads    one block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
 //           warpgroup 2      entries  dk of the tile, summed over the queries and added once
 //           warpgroup 3      gather   producer: keys, and g and its split for every query, in six stages
-// Products  The split factors are masked as in add_gradients. The heads pass the signs of their products
+// Products  The split factors are masked as in gradients.hpp. The heads pass the signs of their products
 //           to the entries as ballots, 1 KB per tile, so that the entries need no products for them. The entries' A is
 //           the split of w_j g_i, so that one accumulator sums the rows of all queries. Deterministic sums, and
 //           ungrouped queries, use the split of w_j alone, with one product per query, and sum g_i times it: for 64
@@ -329,7 +329,7 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
 // One CTA per group.
 template <bool kRelu, int kRows>
 __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
-    add_group_gradients(const __grid_constant__ GroupParams p) {
+    lightning_indexer_bwd_group_gradients_sm90(const __grid_constant__ GroupParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GroupGradientStorage<kRows>>();
   const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first

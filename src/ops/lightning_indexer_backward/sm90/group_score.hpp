@@ -25,7 +25,7 @@ struct GroupScoreStorage {
 static_assert(2 * sizeof(GroupScoreStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
 // Stores the scores of this warp's 16 keys of a tile for the queries of a block. The order of the sums is that in
-// score_entries.
+// score.hpp.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<kRows>& s, const Group& group,
                                  const QuerySet& set, int tile, int block, const float (&d)[32]) {
@@ -93,7 +93,8 @@ HOPWELL_DEVICE bool any_special(const GroupScoreStorage<kRows>& s, const Group& 
 
 // One CTA per group.
 template <bool kRelu, int kRows>
-__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const __grid_constant__ GroupParams p) {
+__global__ void __launch_bounds__(ScoreConfig::kThreads, 2)
+    lightning_indexer_bwd_score_groups_sm90(const __grid_constant__ GroupParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GroupScoreStorage<kRows>>();
   const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first

@@ -7,7 +7,7 @@
 // Sets      queries of a group with the same first key iterate over their keys together, each as far as it sees. Other
 //           queries follow. So a query has the same tiles as if it were alone, and all its results have the same bits.
 // Ungrouped a query without a score at an entry has zeros in the products there. This equals no entry
-//           unless the other factor is infinite or NaN. If score_groups finds such keys, q or weights, the group's
+//           unless the other factor is infinite or NaN. If the score kernel finds such keys, q or weights, the group's
 //           queries are processed one by one.
 #pragma once
 

@@ -100,7 +100,8 @@ HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
 }
 
 template <bool kRelu>
-__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ EntryParams p) {
+__global__ void __launch_bounds__(ScoreConfig::kThreads, 2)
+    lightning_indexer_bwd_score_sm90(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
   tile::launch_dependents();

@@ -10,14 +10,14 @@ struct ClearParams {
   int64_t rows, words, stride;  // in words of 4 bytes
 };
 
-__global__ void __launch_bounds__(kPassThreads) clear_rows(const __grid_constant__ ClearParams p) {
+__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_clear_rows(const __grid_constant__ ClearParams p) {
   for (int64_t row = arch::block_index(); row < p.rows; row += arch::grid_size())
     for (int64_t word = arch::thread_index(); word < p.words; word += kPassThreads) p.data[row * p.stride + word] = 0;
 }
 
 inline void clear(const ClearParams& p, const runtime::Device& device, Stream stream) {
   if (p.rows == 0 || p.words == 0) return;
-  runtime::launch(kName, clear_rows, shape_over_rows(p.rows, device), stream, p);
+  runtime::launch(kName, sparse_mla_bwd_clear_rows, shape_over_rows(p.rows, device), stream, p);
 }
 
 // The rows of dkv_accum to clear; no rows without dkv.

@@ -8,12 +8,12 @@
 //
 // no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
-//     measure_keys    ‖v_k‖
-//     bound_entries   c[s,k] of every entry, to the bounds of its row
-//     choose_units    2^e
+//     sparse_mla_bwd_measure_keys    ‖v_k‖
+//     sparse_mla_bwd_bound_entries   c[s,k] of every entry, to the bounds of its row
+//     sparse_mla_bwd_choose_units    2^e
 //
-// Rows of window_kv are bounded in the same way. list_window_rows writes an index row of window keys for each query, from
-// which attention_distribution computes A.
+// Rows of window_kv are bounded in the same way. sparse_mla_bwd_list_window_rows writes an index row of window keys for
+// each query. attention_distribution computes A from these rows.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -86,7 +86,7 @@ struct BoundParams {
 };
 
 // One warp per key.
-__global__ void __launch_bounds__(kPassThreads) measure_keys(const __grid_constant__ BoundParams p) {
+__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_measure_keys(const __grid_constant__ BoundParams p) {
   for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < p.selection.s_kv;
        key += int64_t{arch::grid_size()} * kPassWarps) {
     Magnitude v = magnitude_of_lane(p.kv + key * p.kv_stride_s, 512);
@@ -123,7 +123,7 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
 }
 
 // One CTA per query.
-__global__ void __launch_bounds__(kPassThreads) bound_entries(const __grid_constant__ BoundParams p) {
+__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_bound_entries(const __grid_constant__ BoundParams p) {
   auto& warp_bounds = arch::dynamic_smem<QueryBound[kPassWarps]>();
   const int query = arch::block_index(), warp = arch::warp_index();
   QueryBound bound;
@@ -147,7 +147,7 @@ struct UnitParams {
   int64_t rows;
 };
 
-__global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_constant__ UnitParams p) {
+__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_choose_units(const __grid_constant__ UnitParams p) {
   for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.rows;
        key += int64_t{arch::grid_size()} * kPassThreads) {
     p.scale[key] = tile::paired_scale(p.bounds.bound(key), p.bounds.bound_of_one(key));
@@ -164,7 +164,8 @@ struct WindowRowsParams {
 };
 
 // One warp per query.
-__global__ void __launch_bounds__(kPassThreads) list_window_rows(const __grid_constant__ WindowRowsParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    sparse_mla_bwd_list_window_rows(const __grid_constant__ WindowRowsParams p) {
   for (int64_t query = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); query < p.s_q;
        query += int64_t{arch::grid_size()} * kPassWarps) {
     const KeyRange rows = p.window.keys(query);
@@ -182,7 +183,7 @@ inline void distribute_attention(const Problem& problem, const Plan& plan, void*
   if (plan.window_distribution) {
     const WindowRowsParams p{problem.window, runtime::at_offset<int>(workspace, plan.workspace.window_rows),
                              problem.s_q, static_cast<int>(problem.window.most_keys())};
-    runtime::launch(kName, list_window_rows, shape_over_rows(problem.s_q, problem.device), stream, p);
+    runtime::launch(kName, sparse_mla_bwd_list_window_rows, shape_over_rows(problem.s_q, problem.device), stream, p);
     plan.window_distribution_call->launch(window_distribution_problem(problem, plan, workspace), nullptr, stream);
   }
 }
@@ -206,10 +207,10 @@ inline void bound_rows(const Problem& problem, const Plan& plan, void* workspace
   p.bounds = {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest) + first,
               runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first};
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
-  runtime::launch(kName, measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream, p);
+  runtime::launch(kName, sparse_mla_bwd_measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream, p);
   if (distribution.topk == 0) return;
-  runtime::launch(kName, bound_entries, shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])),
-                  stream, p);
+  runtime::launch(kName, sparse_mla_bwd_bound_entries,
+                  shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, p);
 }
 
 inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
@@ -222,7 +223,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
                      {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
                       runtime::at_offset<uint32_t>(workspace, plan.workspace.count)},
                      rows};
-  runtime::launch(kName, choose_units, shape_over_rows(rows, problem.device), stream, p);
+  runtime::launch(kName, sparse_mla_bwd_choose_units, shape_over_rows(rows, problem.device), stream, p);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -38,7 +38,7 @@ HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
 }
 
 // One CTA per query.
-__global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant__ OrderParams p) {
+__global__ void __launch_bounds__(kOrderThreads) sparse_mla_bwd_sort_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();
   const int query = arch::block_index();
   clear_some_rows(p.sums);
@@ -68,21 +68,23 @@ inline void order_rows(const Problem& problem, const Plan& plan, void* workspace
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
                       plan.serpentine_tiles,
                       problem.deterministic};
-  runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)), stream, p);
+  runtime::launch(kName, sparse_mla_bwd_sort_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)),
+                  stream, p);
 }
 
 // ---- attn
 
 struct RestoreAttnParams {
   float* attn;              // [s_q, topk]: input: sums in the order of the sorted keys; output: in the order of entries
-  const uint16_t* sources;  // [s_q, topk], and lengths [s_q]: written by order_row
+  const uint16_t* sources;  // [s_q, topk], and lengths [s_q]: written by sparse_mla_bwd_sort_row
   const int* lengths;
   int64_t stride;
   int topk;
 };
 
 // One CTA per query.
-__global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid_constant__ RestoreAttnParams p) {
+__global__ void __launch_bounds__(kOrderThreads)
+    sparse_mla_bwd_restore_attn_order(const __grid_constant__ RestoreAttnParams p) {
   auto& row = arch::dynamic_smem<float[tile::kLongestOrderedRow]>();
   const int t = arch::thread_index(), query = arch::block_index(), length = p.lengths[query];
   float* attn = p.attn + query * p.stride;
@@ -90,7 +92,8 @@ __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid
   arch::syncthreads();
   for (int i = t; i < length && i < p.topk; i += kOrderThreads) {
     const int source = p.sources[int64_t{query} * p.topk + i];
-    if (source < p.topk) row[source] = attn[i];  // always true; keeps addresses valid if a barrier of order_row is lost
+    if (source < p.topk)
+      row[source] = attn[i];  // always true; without a barrier of the sorting kernel, keeps addresses valid
   }
   arch::syncthreads();
   for (int i = t; i < p.topk; i += kOrderThreads) attn[i] = row[i];
@@ -101,7 +104,7 @@ inline void restore_attn(const Problem& problem, const Plan& plan, void* workspa
   const RestoreAttnParams p{problem.attn.as<float>(), runtime::at_offset<uint16_t>(workspace, plan.workspace.sources),
                             runtime::at_offset<int>(workspace, plan.workspace.lengths), problem.attn.stride[0],
                             static_cast<int>(problem.topk)};
-  runtime::launch(kName, restore_attn_order,
+  runtime::launch(kName, sparse_mla_bwd_restore_attn_order,
                   shape_of_ctas(problem.s_q, kOrderThreads, sizeof(float[tile::kLongestOrderedRow])), stream, p);
 }
 

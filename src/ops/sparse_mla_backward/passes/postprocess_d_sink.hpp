@@ -14,7 +14,7 @@ struct SinkParams {
 constexpr int kSinkWarps = 32;
 
 // One CTA per 32 heads, one head per lane: every warp sums its queries, then warp 0 sums the warps.
-__global__ void __launch_bounds__(32 * kSinkWarps) sum_sink_parts(const __grid_constant__ SinkParams p) {
+__global__ void __launch_bounds__(32 * kSinkWarps) sparse_mla_bwd_sum_d_sink(const __grid_constant__ SinkParams p) {
   auto& warp_sums = arch::dynamic_smem<float[kSinkWarps][32]>();
   const int lane = arch::lane_index(), warp = arch::warp_index(), head = 32 * arch::block_index() + lane;
   float sum = 0;
@@ -30,7 +30,7 @@ inline void postprocess_d_sink(const Problem& problem, const Plan& plan, void* w
   if (!problem.d_sink) return;
   const SinkParams p{runtime::at_offset<float>(workspace, plan.workspace.sink_parts), problem.d_sink.as<float>(),
                      problem.s_q, problem.d_sink.stride[0], static_cast<int>(problem.h_q)};
-  runtime::launch(kName, sum_sink_parts,
+  runtime::launch(kName, sparse_mla_bwd_sum_d_sink,
                   shape_of_ctas((problem.h_q + 31) / 32, 32 * kSinkWarps, sizeof(float[kSinkWarps][32])), stream, p);
 }
 

@@ -1,10 +1,10 @@
-// sparse_mla_backward on GPUs, postprocess: converts dkv_accum to the outputs, dkv and d_window_kv, with their columns in
-// order.
+// sparse_mla_backward on GPUs, postprocess: converts dkv_accum to the outputs, dkv and d_window_kv, with their columns
+// in order.
 //
-//     order_dkv_columns   dkv_accum is the output itself
-//     convert_fp32_dkv    dkv_accum is fp32 in the workspace: converts it to the dtype and strides of the output; with
-//                         `accumulate` adds it to the output
-//     convert_fixed_dkv   the same for fixed-point dkv_accum
+//     sparse_mla_bwd_sort_dkv_columns     dkv_accum is the output itself
+//     sparse_mla_bwd_convert_fp32_dkv     dkv_accum is fp32 in the workspace: converts it to the dtype and strides of
+//                                         the output; with `accumulate` adds it to the output
+//     sparse_mla_bwd_convert_fixed_dkv    the same for fixed-point dkv_accum
 #pragma once
 
 #include "ops/sparse_mla_backward/add_dkv.hpp"
@@ -12,7 +12,7 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// Of dkv, or in the same members of d_window_kv.
+// For dkv, or for d_window_kv in the same members.
 struct PostprocessParams {
   const float* sums;  // [s_kv, d_qk], columns at sum_position
   float* dkv;         // [s_kv, d_qk], or null
@@ -30,7 +30,8 @@ HOPWELL_DEVICE void store_sum(const PostprocessParams& p, int64_t row, int colum
     p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
 }
 
-__global__ void __launch_bounds__(kPassThreads) convert_fp32_dkv(const __grid_constant__ PostprocessParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    sparse_mla_bwd_convert_fp32_dkv(const __grid_constant__ PostprocessParams p) {
   for (int64_t row = arch::block_index(); row < p.s_kv; row += arch::grid_size())
     for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads)
       store_sum(p, row, column, p.sums[row * p.d_qk + sum_position(column)]);
@@ -43,7 +44,8 @@ struct OrderColumnsParams {
 };
 
 // Four lanes reorder 16 columns.
-__global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_constant__ OrderColumnsParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    sparse_mla_bwd_sort_dkv_columns(const __grid_constant__ OrderColumnsParams p) {
   const int chunks = p.d_qk / 4, quad = arch::lane_index() % 4, lane = arch::lane_index() - quad;
   const int64_t count = p.s_kv * chunks, step = int64_t{arch::grid_size()} * kPassThreads;
   for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i - arch::lane_index() < count;
@@ -69,7 +71,8 @@ struct PostprocessFixedParams {
   PostprocessParams output;  // its `sums` are not used
 };
 
-__global__ void __launch_bounds__(kPassThreads) convert_fixed_dkv(const __grid_constant__ PostprocessFixedParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    sparse_mla_bwd_convert_fixed_dkv(const __grid_constant__ PostprocessFixedParams p) {
   const int d_qk = p.output.d_qk;
   for (int64_t row = arch::block_index(); row < p.output.s_kv; row += arch::grid_size())
     for (int column = arch::thread_index(); column < d_qk; column += kPassThreads) {
@@ -95,12 +98,13 @@ inline void postprocess_rows(const Problem& problem, const Plan& plan, void* wor
                             d_qk,
                             problem.accumulate};
   if (plan.dkv_accum == DkvAccum::output)
-    runtime::launch(kName, order_dkv_columns, shape, stream, OrderColumnsParams{p.dkv, p.stride, p.s_kv, d_qk});
+    runtime::launch(kName, sparse_mla_bwd_sort_dkv_columns, shape, stream,
+                    OrderColumnsParams{p.dkv, p.stride, p.s_kv, d_qk});
   else if (plan.dkv_accum == DkvAccum::scratch)
-    runtime::launch(kName, convert_fp32_dkv, shape, stream, p);
+    runtime::launch(kName, sparse_mla_bwd_convert_fp32_dkv, shape, stream, p);
   else
     runtime::launch(
-        kName, convert_fixed_dkv, shape, stream,
+        kName, sparse_mla_bwd_convert_fixed_dkv, shape, stream,
         PostprocessFixedParams{runtime::at_offset<int64_t>(workspace, plan.workspace.dkv) + first * (d_qk / 2),
                                runtime::at_offset<float>(workspace, plan.workspace.scale) + first,
                                runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first,

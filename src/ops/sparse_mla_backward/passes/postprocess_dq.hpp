@@ -15,7 +15,8 @@ struct DqSplitsParams {
 };
 
 // One CTA per tile and head: the sum over splits, in order. `static`, because several files launch main kernels.
-static __global__ void __launch_bounds__(kPassThreads) sum_dq_splits(const __grid_constant__ DqSplitsParams p) {
+static __global__ void __launch_bounds__(kPassThreads)
+    sparse_mla_bwd_sum_dq_splits(const __grid_constant__ DqSplitsParams p) {
   const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, tile = p.first_tile + at;
   const int head = p.first_head + tile % p.head_blocks * p.heads + row;
   if (head >= p.h_q || !p.merged.wants(tile / p.head_blocks)) return;
@@ -43,8 +44,8 @@ inline void postprocess_dq(const Problem& problem, const Plan& plan, void* works
                          pass.splits,
                          static_cast<int>(problem.h_q),
                          static_cast<int>(problem.d_qk)};
-  runtime::launch(kName, sum_dq_splits, shape_of_ctas(std::int64_t{pass.split_tiles} * pass.heads, kPassThreads),
-                  stream, p);
+  runtime::launch(kName, sparse_mla_bwd_sum_dq_splits,
+                  shape_of_ctas(std::int64_t{pass.split_tiles} * pass.heads, kPassThreads), stream, p);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -465,7 +465,8 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage<kDqk>& s, const Work
 #endif
 
 template <int kDqk, bool kFixed, bool kAttn>
-__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_mla_bwd_sm100_pair(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<PairStorage<kDqk>>();
   const WorkTile work = work_tile_of(p, arch::block_index() / 2, PairConfig::kHeads);

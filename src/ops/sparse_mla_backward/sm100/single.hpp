@@ -278,7 +278,8 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SingleStorage<kDqk>& s, const Wo
 #endif
 
 template <int kDqk, bool kFixed, bool kAttn>
-__global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_mla_bwd_sm100_single(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<SingleStorage<kDqk>>();
   const WorkTile work = work_tile_of(p, arch::block_index(), SingleConfig::kHeads);

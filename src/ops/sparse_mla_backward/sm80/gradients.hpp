@@ -232,7 +232,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<T>& s, const ScoreTile<
 }
 
 // Adds the sums of the head groups to attn, which holds 0 or the sum of other heads. In the order of the selection,
-// sorted or not: restore_attn_order moves sums to their entries.
+// sorted or not: sparse_mla_bwd_restore_attn_order moves sums to their entries.
 template <class T, class P>
 HOPWELL_DEVICE void add_attn(const P& p, const SharedStorage<T>& s, const WorkTile& work,
                              const typename P::Entries& entries, int step) {
@@ -427,7 +427,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const P& p) {
 // kFixed: dkv_accum is in fixed point; kAttn: attn is written too. P: Params, or WindowParams for queries with window
 // keys.
 template <class T, bool kFixed, bool kAttn, class P>
-__global__ void __launch_bounds__(T::kThreads, 1) kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(T::kThreads, 1) sparse_mla_bwd_sm80(const __grid_constant__ P p) {
   if constexpr (T::kSmall || HOPWELL_HAS_SM90) add_gradients_of_tile<T, kFixed, kAttn>(p);
 }
 
@@ -438,11 +438,14 @@ void launch_tile(const Problem& problem, const Plan& plan, void* workspace, Stre
   constexpr std::size_t kBytes = sizeof(SharedStorage<T>);
   const P p = further_params_of<P>(problem);
   if (plan.dkv_accum == DkvAccum::fixed_point)
-    launch_main<kernel<T, true, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
+    launch_main<sparse_mla_bwd_sm80<T, true, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes,
+                                                        stream);
   else if (problem.attn && !plan.distribution)
-    launch_main<kernel<T, false, true, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
+    launch_main<sparse_mla_bwd_sm80<T, false, true, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes,
+                                                        stream);
   else
-    launch_main<kernel<T, false, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes, stream);
+    launch_main<sparse_mla_bwd_sm80<T, false, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes,
+                                                         stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

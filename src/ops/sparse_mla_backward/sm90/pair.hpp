@@ -402,7 +402,7 @@ HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
 
 // P: Params, or WindowParams for queries with window keys.
 template <int kDqk, bool kAttn, class P>
-__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_pair(const __grid_constant__ P p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
   const PairWork pair = pair_work_of(p);
@@ -431,11 +431,11 @@ void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Str
     constexpr std::size_t kBytes = sizeof(PairStorage);
     const P p = further_params_of<P>(problem);
     if (problem.attn && !plan.distribution)
-      launch_main<pair_kernel<kDqk, true, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads, kBytes,
-                                              stream);
+      launch_main<sparse_mla_bwd_sm90_pair<kDqk, true, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
+                                                           kBytes, stream);
     else
-      launch_main<pair_kernel<kDqk, false, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads, kBytes,
-                                               stream);
+      launch_main<sparse_mla_bwd_sm90_pair<kDqk, false, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
+                                                            kBytes, stream);
   };
   problem.d_qk == 576 ? launch.template operator()<576>() : launch.template operator()<512>();
 }

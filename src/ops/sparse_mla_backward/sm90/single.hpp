@@ -388,7 +388,7 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
 
 // kHeadSteps: number of 16-head blocks, if h_q may be less than 64.
 template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
-__global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_single(const __grid_constant__ P p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
@@ -417,7 +417,7 @@ template <class P, int kDqk, int kHeadSteps>
 void launch_single(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
   const auto launch = [&]<bool kFixed, bool kAttn>() {
-    launch_main<single_kernel<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
+    launch_main<sparse_mla_bwd_sm90_single<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
         problem, plan, workspace, plan.singles, further_params_of<P>(problem), Config::kThreads, kBytes, stream);
   };
   if (plan.dkv_accum == DkvAccum::fixed_point)

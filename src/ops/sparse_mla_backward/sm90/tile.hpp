@@ -285,7 +285,7 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
 }
 
 // Adds the sums over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection,
-// sorted or not: restore_attn_order moves sums to their entries.
+// sorted or not: sparse_mla_bwd_restore_attn_order moves sums to their entries.
 template <class P>
 HOPWELL_DEVICE void add_attn(const P& p, const float (&head_sums)[4][Config::kKeys], const int (&keys)[Config::kKeys],
                              const WorkTile& work, const typename P::Entries& entries, int step, int t) {

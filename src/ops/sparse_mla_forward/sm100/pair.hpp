@@ -370,7 +370,8 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s) {
 #endif
 
 template <int kDqk>
-__global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(PairConfig::kThreads, 1)
+    sparse_mla_fwd_sm100_pair(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<PairStorage<kDqk>>();
   const bool issues = arch::warp_index() == PairConfig::kIssueWarp;

@@ -332,7 +332,8 @@ HOPWELL_DEVICE void finish(const GatherParams& p, SingleStorage<kDqk>& s, const 
 #endif
 
 template <int kDqk>
-__global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(SingleConfig::kThreads, 1)
+    sparse_mla_fwd_sm100_single(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<SingleStorage<kDqk>>();
   const WorkTile work{int(arch::block_index()), p.first_head};

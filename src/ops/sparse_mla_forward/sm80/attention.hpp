@@ -172,7 +172,7 @@ HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, in
 }
 
 template <int kDqk, class KernelParams>
-__global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(Config::kThreads) sparse_mla_fwd_sm80(const __grid_constant__ KernelParams p) {
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const arch::BlockIndex block = arch::block_index_3d();
   const int query = block.x, first_head = block.y * Config::kHeads;

@@ -15,7 +15,7 @@ enum class Role { math_0, math_1, gather };
 
 template <class Storage>
 __global__ void __launch_bounds__(Storage::kThreads, 1)
-    kernel(const __grid_constant__ typename Storage::KernelParams p) {
+    sparse_mla_fwd_sm90(const __grid_constant__ typename Storage::KernelParams p) {
 #if HOPWELL_HAS_SM90A
   constexpr bool kAfterMerge = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   auto& s = arch::dynamic_smem<Storage>();
@@ -40,7 +40,7 @@ void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::K
   if constexpr (std::is_same_v<decltype(p), GroupedParams>)
     shape.programmatic_dependency = problem.device.has_dependent_launches();
   p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
-  runtime::launch(kName, kernel<Storage>, shape, stream, p);
+  runtime::launch(kName, sparse_mla_fwd_sm90<Storage>, shape, stream, p);
 }
 
 // Chooses the kernel for the number of heads.
