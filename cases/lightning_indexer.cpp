@@ -344,7 +344,7 @@ std::string verify_stable_sort(const Inputs& in, const Array& indices, const Arr
     for (std::int64_t i = 0; i < std::ssize(best); ++i) {
       const std::int64_t at = best[static_cast<std::size_t>(i)];
       if (indices.get(s * topk + i) != keys.get(at) || scores.get(s * topk + i) != score.get(at))
-        return "indices: query " + std::to_string(s) + ", entry " + std::to_string(i) + " is not that of a stable sort";
+        return "indices: query " + std::to_string(s) + ", entry " + std::to_string(i) + " differs from a stable sort";
     }
   }
   return "";

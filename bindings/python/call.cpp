@@ -307,7 +307,7 @@ void Call::check_torch(const char* name, nb::handle tensor, const char* if_it_re
 void Call::check_given(const char* name, nb::handle array) {
   if (type_of(array).is_torch)
     check_torch(name, array,
-                "requires grad, which what is written in place must not: detach() it, or call under torch.no_grad()");
+                "requires grad, but the operator writes it in place: detach() it, or call under torch.no_grad()");
 }
 
 void tell_written(nb::handle arrays) {

@@ -107,11 +107,12 @@ std::optional<Measurement> measure_if_supported(Subject& subject, const std::str
 }
 
 constexpr const char* kHostCeilings =
-    "of matmul: FLOP/s over those of an fp32 matrix product of 2048^3; of read: the time a plain sum over as many "
+    "of matmul: FLOP/s over the FLOP/s of an fp32 matrix product of 2048^3; of read: the time a plain sum over as many "
     "bytes takes,\n"
     "over the operator's; both timed in turns with it, on the same threads";
 constexpr const char* kDeviceCeilings =
-    "of matmul: FLOP/s over those of cuBLAS' bf16 matrix product of 8192^3 (- without libcublas), timed in turns with "
+    "of matmul: FLOP/s over the FLOP/s of cuBLAS' bf16 matrix product of 8192^3 (- without libcublas), timed in turns "
+    "with "
     "calls that find\na cold L2 cache; of read, for operators bound by their bytes: the time of a kernel that only "
     "reads as many, over the operator's,\nboth in graphs of dependent calls that go round more memory than L2 holds";
 

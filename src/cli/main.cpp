@@ -99,9 +99,10 @@ CLI::App* add_check(CLI::App& app, CheckOptions& options) {
   command->add_flag_callback(
       "--no-checker", [&options] { options.checker = false; },
       "on emu: backends numbers and hangs only, no search for races");
-  command->add_flag("--model", options.model,
-                    "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, what binds, and the share of the "
-                    "matmul rate that it allows");
+  command->add_flag(
+      "--model", options.model,
+      "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, the limiting unit, and the fraction of "
+      "the matmul rate that it allows");
   command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
   return command;
 }
@@ -126,8 +127,7 @@ CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
 
 CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
   auto* command = app.add_subcommand(
-      "emulate",
-      "run a case's kernels on the emulator and write a page about them: who waited for whom, what was counted");
+      "emulate", "run a case's kernels on the emulator and write a page about them: waits, timeline and counts");
   std::vector<std::string> emulated = backend_names();
   std::erase_if(emulated, [](const std::string& backend) { return !backend.starts_with("emu:"); });
   command->add_option("OP", options.op, "the operator")->required()->check(an_operator());
@@ -147,8 +147,7 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
 }
 
 int run(std::vector<std::string> words) {
-  CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it.",
-               "hopwell"};
+  CLI::App app{"Attention-training and low-precision decode kernels: list, check and time them.", "hopwell"};
   app.require_subcommand(1);
   app.set_version_flag("--version", hopwell::version());
   CheckOptions check_options;

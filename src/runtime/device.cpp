@@ -82,7 +82,7 @@ std::string load(Driver& d) {
   if (const int error = d.init(0); error != 0) return "the NVIDIA driver does not start: " + error_text(d, error);
   int version = 0;
   if (d.version(&version) != 0 || version / 1000 < kBuiltWith)
-    return "the NVIDIA driver is of CUDA " + cuda_version(version) + ", and this build needs one of CUDA " +
+    return "the NVIDIA driver supports CUDA " + cuda_version(version) + ", and this build needs a driver for CUDA " +
            std::to_string(kBuiltWith) + ".0 or later";
   return "";
 }
@@ -242,8 +242,9 @@ void check_stream(std::string_view operator_name, const DLDevice& location, Stre
   const int owner = current_device();
   require(driver()->pop_context(&popped), "cuCtxPopCurrent");
   if (owner == location.device_id) return;
-  throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_name) + ": stream must be of " + to_string(location) +
-                                            ", where the tensors are; got one of cuda:" + std::to_string(owner));
+  throw Error(HOPWELL_INVALID_ARGUMENT,
+              std::string(operator_name) + ": stream must be on " + to_string(location) +
+                  ", the device of the tensors; got a stream of cuda:" + std::to_string(owner));
 }
 
 }  // namespace hopwell::runtime

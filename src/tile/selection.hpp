@@ -22,7 +22,7 @@ struct KeyRange {
 };
 
 // The keys that a query may see: keys of its key range that are not in its future. A key represents `kv_stride`
-// consecutive tokens, all of which must be at or before the query's position. Tokens count from k_start.
+// consecutive tokens, and is visible if all of them are at or before the query's position. Tokens count from k_start.
 struct Visibility {
   const std::int32_t* q_positions = nullptr;  // [s_q], or null
   std::int64_t q_positions_stride = 0;

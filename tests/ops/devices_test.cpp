@@ -74,7 +74,7 @@ TEST_F(Devices, AStreamOfAnotherIsAnError) {
       if (error.status() == HOPWELL_UNSUPPORTED) continue;
       message = error.what();
     }
-    EXPECT_EQ(message, suite.op + ": stream must be of cuda:1, where the tensors are; got one of cuda:0");
+    EXPECT_EQ(message, suite.op + ": stream must be on cuda:1, the device of the tensors; got a stream of cuda:0");
     EXPECT_NO_THROW(instance.call(on_gpu->c_str(), of_second.get()));
     cuda::synchronize();
   }

@@ -197,10 +197,9 @@ TEST(LightningIndexer, BadArgumentsAreNamedAndWriteNothing) {
   for (Tensor* scale : {&args.q_scale, &args.k_scale}) {
     args = good;
     *scale = scale == &args.q_scale ? q_scale : k_scale;
-    EXPECT_EQ(
-        message(args),
-        "lightning_indexer: q_scale and k_scale are those of float8_e4m3fn q_index and k_index; scales of bfloat16 "
-        "and float32 belong into weights");
+    EXPECT_EQ(message(args),
+              "lightning_indexer: q_scale and k_scale need float8_e4m3fn q_index and k_index; scales of bfloat16 "
+              "and float32 belong into weights");
   }
   args = good;
   args.q_scale = k_scale;

@@ -171,7 +171,7 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         (
             "lightning_indexer",
             {"k_scale": np.ones(90, np.float32)},
-            "q_scale and k_scale are those of float8_e4m3fn q_index and k_index; scales of bfloat16 and float32 belong",
+            "q_scale and k_scale need float8_e4m3fn q_index and k_index; scales of bfloat16 and float32 belong",
         ),
         (
             "lightning_indexer_backward",

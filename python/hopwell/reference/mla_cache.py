@@ -122,7 +122,7 @@ def _one_scale(name: str, cache: _Cache, kv_scale: float | Tensor | None) -> np.
 
 
 def _codes(x: Array, scale: np.float32) -> Uint8:
-    """The e4m3 codes of x / scale: nearest, ties to even, saturated. What is not finite gets the code of NaN."""
+    """The e4m3 codes of x / scale: nearest, ties to even, saturated. NaN and infinities get the code of NaN."""
     with np.errstate(all="ignore"):
         quotient = (x.astype(np.float32) / scale).astype(np.float64)
     codes = _nearest_code(np.abs(quotient), 1.0, E4M3[:NAN_CODE])

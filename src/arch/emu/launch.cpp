@@ -219,12 +219,12 @@ void Machine::check_end_of_cluster() {
           &b.init);
   for (const Cta& cta : ctas)
     if (cta.tmem_used)
-      find(
-          Kind::tensor_memory,
-          format("CTA %u ends with %d columns of tensor memory allocated: no tcgen05.dealloc of what was allocated by ",
-                 cta.rank, 32 * __builtin_popcount(cta.tmem_used)) +
-              describe(cta.tmem_allocation),
-          &cta.tmem_allocation);
+      find(Kind::tensor_memory,
+           format("CTA %u ends with %d columns of tensor memory allocated: tcgen05.dealloc is missing for the "
+                  "allocation by ",
+                  cta.rank, 32 * __builtin_popcount(cta.tmem_used)) +
+               describe(cta.tmem_allocation),
+           &cta.tmem_allocation);
 }
 
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel) {

@@ -206,7 +206,7 @@ void use_collectors(const TensorProduct& p, const ProductShape& s, Cta& first, O
       m.find(Kind::uninitialized, what + ", which no product has filled");
     else if (!c.valid)
       m.find(Kind::uninitialized,
-             what + ", which no longer holds what was filled by " + m.describe(c.filled) +
+             what + ", which no longer holds the operand filled by " + m.describe(c.filled) +
                  ": it was given up or replaced by " + m.describe(c.ended),
              &c.ended);
     else if (c.operand != operand || c.form != form)
@@ -253,7 +253,7 @@ void compare_collected(const TensorProduct& p, const ProductShape& s, uint32_t f
            __builtin_memcmp(c.values.data(), values.data(), values.size() * sizeof(float)) != 0)
     m.find(Kind::race,
            "tcgen05.mma uses collector buffer " + collector_name(p) +
-               ", and its operand in memory is no longer what was filled in: used by " + m.describe(epoch),
+               ", and its operand in memory has changed since the fill: used by " + m.describe(epoch),
            &epoch);
 }
 

@@ -90,7 +90,7 @@ HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site
 #endif
 }
 
-/// barrier.arrive: counts as one of the `threads` arrivals, without waiting. PTX:
+/// barrier.arrive: the calling thread arrives and does not wait; `threads` arrivals complete the barrier. PTX:
 /// #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_arrive(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

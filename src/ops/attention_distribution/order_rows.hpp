@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-constexpr int kMaxLead = 1;  // steps
+constexpr int kMaxLead = 1;  // steps; see tile/gpu/throttle.hpp
 
 struct OrderParams {
   tile::SelectionParams selection;

@@ -1,10 +1,12 @@
 // mla_cache_append on GPUs.
 //
-// Tile      a CTA owns every owners-th slot. It looks at all slots of the call and writes the rows of its own
-// Roles     every warp: finds the CTA's rows among 1,024 of 8,192 rows of the call, then writes them, one at a time
-// Row       a lane has four neighbouring columns of 128. Lanes of a group of codes share its largest magnitude
-// Order     two rows with one slot have one owner. A warp skips a row that a later one of the same 8,192 replaces, and the
-//           CTA takes the next 8,192 rows after a barrier. So a slot never holds parts of two rows
+// Tile      slots s with s mod (number of CTAs) = CTA index. A CTA reads all slot numbers of the call and writes the
+//           rows of its slots
+// Roles     all warps are alike. A warp searches 1,024 of 8,192 rows of the call for rows of its CTA, then writes them,
+//           one at a time
+// Row       a lane has four adjacent columns of 128. The lanes of a group of codes compute the group's amax together
+// Order     one CTA writes both of two rows with the same slot. A warp skips a row if a later row of the same 8,192 has
+//           its slot. A barrier precedes the next 8,192 rows. So a slot never holds parts of two rows
 // Budget    64 KB of shared memory for row numbers and slots
 // Bound     memory: each row of kv is read once
 #pragma once
@@ -23,15 +25,15 @@ using arch::bf16;
 
 struct Config {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kRowsOfWarp = 1024, kRows = kWarps * kRowsOfWarp;  // that a CTA looks at at a time
-  static constexpr int kColumns = 4;                                      // of a lane
+  static constexpr int kRowsOfWarp = 1024, kRows = kWarps * kRowsOfWarp;  // searched by a warp, by a CTA
+  static constexpr int kColumns = 4;                                      // per lane
 };
 
 struct Params {
   const bf16 *kv, *k_rope;  // [n, kv_columns], [n, d - kv_columns] or null
   int64_t kv_stride, k_rope_stride;
   mla_cache::Blocks cache;
-  mla_cache::Format format;  // of rows that are not quantised: no codes, `plain` columns
+  mla_cache::Format format;  // rows that are not quantised have no codes, only `plain` columns
   Integers slots, positions;
   const void* cos_sin;  // [max_positions, rope_columns], or null
   int64_t cos_sin_stride, max_positions;
@@ -87,7 +89,7 @@ HOPWELL_DEVICE void list_rows(const Params& p, SharedStorage& s, int64_t first) 
   if (lane == 0) s.counts[warp] = count;
 }
 
-// Whether a later row of the lists has the slot of entry `at` of this warp. All lanes get the same result.
+// True if a later row of the lists has the slot of entry `at` of this warp. The result is the same in all lanes.
 HOPWELL_DEVICE bool is_replaced(const SharedStorage& s, int warp, int at, int slot) {
   bool found = false;
   for (int other = warp; other < Config::kWarps; ++other)
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const 
       const SharedStorage::Entry entry = s.entries[warp][i];
       if (!is_replaced(s, warp, i, entry.slot)) store_row(p, entry.row, entry.slot);
     }
-    arch::syncthreads();  // the lists may be written, and slots of these rows again
+    arch::syncthreads();  // the next round may write the lists and the slots of these rows
   }
 }
 

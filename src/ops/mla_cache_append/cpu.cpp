@@ -1,4 +1,4 @@
-// mla_cache_append on the CPU: a row at a time. Equal slots have one owner, who writes their rows in order.
+// mla_cache_append on the CPU, row by row. One work item writes all rows with the same slot, in order.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -39,7 +39,7 @@ void rotate(const Problem& p, const Rotation& rotation, const float* cos_sin, fl
   round_row(p, x, rotation.columns);
 }
 
-// An element of kv as bf16. One that is bf16 already keeps its bits, those of a NaN too.
+// An element of kv as bf16. An element that is bf16 already keeps its bits, also if it is a NaN.
 bfloat16 as_bf16(const Problem& p, float x) {
   if (p.kv.dtype != DType::kBFloat16) return rounded<bfloat16>(x);
   return {static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16)};
@@ -91,7 +91,7 @@ void store_row(const Problem& p, std::int64_t slot, const float* x) {
   std::fill_n(row + format.data_pitch - format.reserved, format.reserved, std::uint8_t{0});
 }
 
-// Row i of kv in its slot, unless its slot or its position is out of range.
+// Writes row i of kv to its slot, unless the slot or the position is out of range.
 void append(const Problem& p, std::int64_t i, float* x, float* cos_sin) {
   const std::int64_t columns = p.kv.shape[1];
   load_row(p.kv, i, x);
@@ -106,7 +106,7 @@ void append(const Problem& p, std::int64_t i, float* x, float* cos_sin) {
 }
 
 void launch(const Problem& p, Stream /*stream*/) {
-  // An item takes the rows of every kOwners-th slot, in their order, so that the later one of two equal slots remains.
+  // An item writes the rows of every kOwners-th slot in order, so that the later of two rows with one slot remains.
   constexpr std::int64_t kOwners = 64;
   const std::int64_t owners = std::min(kOwners, p.n), slots = p.cache.slots();
   struct State {

@@ -9,9 +9,9 @@
 //     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    the two products of the first d_v columns as one
 //     d_window_kv  the same for the window's keys
 //
-// The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column
-// stripe by column stripe, in ascending order of query and tile: the results do not depend on the number of threads, at
-// a cost of a few percent. So every call is deterministic, asked or not.
+// Threads compute tiles at the same time, and each tile adds to dq, dkv and d_window_kv. The additions are ordered:
+// each column stripe receives the tiles in ascending order of query and tile. So results do not depend on the number
+// of threads, and every call is deterministic. This costs a few percent.
 //
 // Scratch of a thread, in floats: (3 h_q + tile) * d_qk + 2 h_q * tile with tile = min(window + topk, 512), and as
 // many keys; 2.6 MB for h_q 128, d_qk 576. One call adds h_q * d_qk if window + topk > 512, and (s_kv + s_w) * d_qk if dkv
@@ -39,9 +39,9 @@ float at(const View& matrix, std::int64_t row, std::int64_t column) {
   return matrix.as<const float>()[row * matrix.stride[0] + column * matrix.stride[1]];
 }
 
-// How a problem is cut into items of work: by its shape alone, so that results do not depend on the number of threads.
-// An item is a tile of one query's entries; or, where that is one tile, as many queries as fill a tile, since taking
-// turns has its price.
+// Divides a problem into items of work. The shape alone decides, so that results do not depend on the number of
+// threads. An item is a tile of one query's entries. If a query has one tile, an item is as many queries as fill a
+// tile, because ordered additions have a cost per item.
 struct Items {
   explicit Items(const Problem& p) {
     constexpr std::int64_t kEnough = 16;
@@ -103,7 +103,7 @@ struct KeySums {
   }
 };
 
-// What the threads share: the sums, and whose turn it is to add to them.
+// State shared by the threads: the sums, and the order in which threads add to them.
 struct Sums {
   Sums(const Problem& p, const Items& items)
       : several_tiles(items.tiles > 1),
@@ -166,7 +166,7 @@ class Worker {
   };
 
   float* q() const { return queries_.get(); }                                // [h_q, d_qk]
-  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }         // [h_q, d_v], rows d_qk apart
+  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }         // [h_q, d_v], row stride d_qk
   float* ds() const { return weights_.get(); }                               // [h_q, count]; before, dP
   float* probabilities() const { return weights_.get() + p_.h_q * count_; }  // [h_q, count]; before, q . K^T
   float* k() const { return selected_.rows() + (selected_.count() - count_) * p_.d_qk; }  // [count, d_qk]; later, dkv

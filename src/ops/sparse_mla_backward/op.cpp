@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kName = "sparse_mla_backward";
 
-// A gradient of keys has the shape that they were given in. The returned view is [rows, d_qk].
+// A gradient of keys has the shape of the argument with the keys. The returned view is [rows, d_qk].
 View check_gradient(Checker& check, const char* name, const DLTensor* gradient, const DLTensor* keys, const char* rows,
                     const DTypes& dtypes) {
   const bool flat = keys == nullptr || keys->ndim == 2;

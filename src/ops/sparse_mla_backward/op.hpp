@@ -1,4 +1,4 @@
-// sparse_mla_backward: what its backends are given. Meaning and shapes: declaration.py.
+// sparse_mla_backward: the checked arguments that its backends take. Meaning and shapes: declaration.py.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -29,9 +29,9 @@ struct Problem {
   Window window;
   float sm_scale = 0;
   bool deterministic = false;
-  bool indices_ascending = false;  // or so they say
-  bool share_keys = false;         // neighbouring queries may be taken together
-  bool accumulate = false;         // dkv and d_window_kv are fp32 and added into
+  bool indices_ascending = false;  // the caller promises it; results hold if it is false
+  bool share_keys = false;         // adjacent queries may be grouped
+  bool accumulate = false;         // adds to dkv and d_window_kv, which are fp32
   bool attn_with_sink = false;     // attn sums exp(score - lse') instead of exp(score - lse)
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;

@@ -140,7 +140,7 @@ class KVCompressor(KeepsDtypes):
         return rotate_last(self.norm(keys), self.d_rope, start, self.rope)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """x [b, s, d_model] → keys [b·s // ratio, d], those of each sequence one after another.
+        """x [b, s, d_model] → keys [b·s // ratio, d], sequence after sequence.
 
         cu_seqlens: int32 or int64 [documents + 1], packed documents in x [1, s, d_model]. Blocks and positions start
         again in each. A document of n tokens has n // ratio keys (`compressed_lengths`). Rows after the last key are

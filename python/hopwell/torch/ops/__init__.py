@@ -5,7 +5,7 @@ Every op has a fake kernel, so `torch.compile` traces through it without a graph
 `nvfp4_linear` for x and bias. The functions here take tensors and return fresh tensors (an op that wrote into its
 arguments could not be differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too.
 `mla_cache_append` is the exception: it writes into its cache, and returns it.
-Custom ops know no keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
+Custom ops have no keyword-only tensors, so arguments that are keyword-only in `hopwell` are positional too here.
 
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
 """

@@ -68,7 +68,7 @@ def mla_cache_append(
     """
     if cache.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "mla_cache_append: cache requires grad, which what is written in place must not: detach() it, or call "
+            "mla_cache_append: cache requires grad, but the operator writes it in place: detach() it, or call "
             "under torch.no_grad()"
         )
     scale = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)

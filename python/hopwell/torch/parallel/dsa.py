@@ -85,10 +85,10 @@ class IndexerLoss(torch.autograd.Function):
 
 
 class ParallelDSA(nn.DSA):
-    """`nn.DSA` over the tokens of a `ContextShard` and, where `mla` has been through `shard_heads`, some of the heads.
+    """`nn.DSA` over the tokens of a `ContextShard` and, after `shard_heads(mla)`, over some of the heads.
 
-    Its parameters are named as those of `nn.DSA`. "dense" and "warm-up" store nothing of size s × s, but
-    that the warm-up's target has to be stored, to be added, where ranks share the heads.
+    The parameters have the names of `nn.DSA`. "dense" and "warm-up" store nothing of size s × s, with one exception: if
+    ranks share the heads, "warm-up" stores its target, because the ranks add it.
     """
 
     def __init__(self, mla: nn.SparseMLA, indexer: nn.LightningIndexer, heads: Group = None) -> None:

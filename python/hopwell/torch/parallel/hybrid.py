@@ -1,7 +1,7 @@
 """DeepSeek-V4's hybrid attention over several ranks.
 
-A rank's queries see window keys of their own tokens and a halo of the tokens before them, which come as projected keys
-from the ranks that own them. Compressed keys are made by the rank that owns their block, and gathered.
+A rank's queries see the window keys of its own tokens and of a halo, the tokens before them. The ranks that own the halo
+send its projected keys. Each rank computes the compressed keys of its own blocks, and all ranks gather them.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class _Segments:
 
 class _HybridAttention(torch.autograd.Function):
     """`sparse_mla` over window keys with a halo, and gathered compressed keys. The gradients of both stay float32 until
-    they have been summed over heads and context.
+    they are summed over heads and context.
     """
 
     @staticmethod
@@ -116,8 +116,8 @@ class _HybridAttention(torch.autograd.Function):
 def own_keys(compressor: KVCompressor, x: Tensor, shard: ContextShard, blocks: ContextShard) -> Tensor:
     """The compressed keys of the rank's own blocks: x [b, s_local, d_model] → [b, blocks, d].
 
-    With overlap the block before each piece comes as a halo of projected rows. Its own key, which its owner makes, is
-    left out.
+    With overlap, the block before each piece comes as a halo of projected rows. The result has no key for it, because
+    the rank that owns the block computes that key.
     """
     b, ratio = x.shape[0], compressor.ratio
     rows = torch.cat([compressor.wkv(x), compressor.wgate(x)], -1)
@@ -148,9 +148,9 @@ def own_keys(compressor: KVCompressor, x: Tensor, shard: ContextShard, blocks: C
 
 
 class ParallelHCA(nn.HCA):
-    """`nn.HCA` over the tokens of a `ContextShard` and, where `hca` has been through `shard_heads`, some of the heads.
+    """`nn.HCA` over the tokens of a `ContextShard` and, after `shard_heads(hca)`, over some of the heads.
 
-    Its parameters are named as those of `nn.HCA`. Pieces of the shard begin at multiples of `ratio`
+    The parameters have the names of `nn.HCA`. Pieces of the shard begin at multiples of `ratio`
     (`ContextShard.zigzag(…, multiple=ratio)`).
     """
 
@@ -176,7 +176,7 @@ class ParallelHCA(nn.HCA):
         return {"k_start": first.int().flatten(), "k_end": end.int().flatten()}
 
     def _start(self, b: int, shard: ContextShard) -> Tensor:
-        """Added to 0 … b · s_local − 1 it is a token's position, for `rotate`."""
+        """Position minus row number of each of the b · s_local tokens, for `rotate`."""
         positions = shard.positions.repeat(b)
         return positions - torch.arange(len(positions), device=positions.device)
 
@@ -204,13 +204,13 @@ class ParallelHCA(nn.HCA):
         return self.combine(out, start).view(x.shape), q, keys, lse
 
     def _blocks(self, shard: ContextShard) -> ContextShard:
-        """The shard of compressed keys; without a compressor there are none."""
+        """The shard of compressed keys; empty without a compressor."""
         if self.ratio:
             return shard.blocks(self.ratio)
         return ContextShard.of_pieces(0, shard.group, ((0, 0),) * len(shard.pieces), shard.positions.device)
 
     def forward(self, x: Tensor, shard: ContextShard) -> Tensor:  # type: ignore[override]
-        """x [b, s_local, d_model] → y alike."""
+        """x [b, s_local, d_model] → y, like x."""
         self._check(x, shard)
         blocks = self._blocks(shard)
         visible = self._visible(x.shape[0], shard, blocks)
@@ -218,9 +218,9 @@ class ParallelHCA(nn.HCA):
 
 
 class ParallelCSA(ParallelHCA):
-    """`nn.CSA` over the tokens of a `ContextShard` and, where `csa` has been through `shard_heads`, some of the heads.
+    """`nn.CSA` over the tokens of a `ContextShard` and, after `shard_heads(csa)`, over some of the heads.
 
-    Its parameters are named as those of `nn.CSA`. Pieces of the shard begin at multiples of `ratio`.
+    The parameters have the names of `nn.CSA`. Pieces of the shard begin at multiples of `ratio`.
     """
 
     def __init__(self, csa: nn.CSA, heads: Group = None) -> None:
@@ -230,8 +230,8 @@ class ParallelCSA(ParallelHCA):
     def forward(  # type: ignore[override]
         self, x: Tensor, shard: ContextShard, mode: HybridMode = "sparse", with_loss: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens.
-        with_loss as in `nn.CSA`, the same on every rank.
+        """x [b, s_local, d_model] → y, like x, and this rank's part of the indexer's loss, the mean over all tokens.
+        `with_loss` is as in `nn.CSA` and must be the same on every rank.
         """
         self._check(x, shard)
         require(mode in ("sparse", "warm-up"), "ParallelCSA", "mode", "'sparse' or 'warm-up'", mode)

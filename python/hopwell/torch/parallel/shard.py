@@ -158,7 +158,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """x itself, of which every rank makes a part of what follows: its gradient is the sum of theirs."""
+    """x itself. Every rank computes a part of the next result from x, so the gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

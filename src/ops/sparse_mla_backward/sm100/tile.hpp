@@ -133,7 +133,7 @@ HOPWELL_DEVICE void add_loaded(const Params& p, const uint32_t (&loaded)[kSize],
 }
 
 // A warp adds its 32 lanes' rows of an accumulator: kColumns columns of tensor memory from `address` on, which names
-// its quarter. Arrives on `empty` as soon as they are in registers.
+// its quarter. Arrives on `empty` as soon as the columns are in registers.
 template <bool kFixed, int kColumns>
 HOPWELL_DEVICE void add_accumulator(const Params& p, const SumRows<kFixed> (&rows)[2], uint32_t address,
                                     arch::mbarrier& empty, int column) {

@@ -26,7 +26,7 @@
 // the exponent is clamped, so that its product with the scale, 0, is 0. Padding heads have Q = dO = 0 and lse = +inf.
 //
 // P: WindowParams for queries with window keys, which precede the selected keys in a query's list of entries
-// (tile/gpu/window.hpp). Their rows are gathered and their gradients added as those of the selected keys.
+// (tile/gpu/window.hpp). Their rows are gathered, and their gradients added, like rows of selected keys.
 //
 // kMerged: the tile is a group of adjacent queries with few heads, the keys are the union of their keys
 // (tile/gpu/merge_rows.hpp), and P is 0 where a query lacks the key.
@@ -121,7 +121,7 @@ HOPWELL_DEVICE void gather_middle(const P& p, SharedStorage<kDqk>& s, const int 
   if constexpr (kHasMiddle<kDqk>) copy_panels<4, 1>(p, s, keys, policy, t);
 }
 
-// Member mask of one of a step's keys, for thread t of the first 64.
+// Member mask of key t of a step, for threads 0 to 63.
 HOPWELL_DEVICE uint8_t load_member_mask(const Params& p, const Entries& entries, int step, int t) {
   const int at = step * Config::kKeys + t;
   return t < Config::kKeys && at < entries.length ? p.member_masks[entries.row - p.selection.indices + at] : uint8_t{0};

@@ -41,7 +41,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<576>) <= 99 * 1024);
 
-// One of kThreads threads starts its part of the copies of a row. An invalid row is filled with zeros without a read.
+// Thread `thread` of kThreads starts its copies of a row. An invalid row is filled with zeros without a read.
 template <int kDqk, int kThreads>
 HOPWELL_DEVICE void copy_row(bf16 (&to)[kDqk + 8], const bf16* row, bool valid, int thread) {
   for (int chunk = thread; chunk < kDqk / 8; chunk += kThreads)

@@ -92,8 +92,8 @@ struct SoftmaxState {
   float row_max[Storage::kPairs][2], max[Storage::kPairs][2];
 };
 
-// Sums of one of the thread's heads over part of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even and odd
-// tiles separately. The threads of a warpgroup together cover every head and c; with 16 heads, twice.
+// Sums of a head of the thread over part of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even and odd tiles
+// separately. The threads of a warpgroup together cover every head and c; with 16 heads, twice.
 using PartialSums = float[2];
 template <class Storage>
 HOPWELL_DEVICE int place_of_sums() {
