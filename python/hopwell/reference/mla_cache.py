@@ -4,6 +4,8 @@ A cache is [blocks, block, row]. Slot s is row s mod block of block s div block.
 size of a row and d, the number of its columns, name the format.
 """
 
+import math
+import struct
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -231,21 +233,58 @@ def mla_cache_append(
 # ---- read ----------------------------------------------------------------------------------------------------------
 
 
-def _values(block: Uint8, place: _Place, form: _Format, kv_scale: np.float32) -> Float64:
-    """The values of a row's columns."""
-    codes = E4M3[block[place.codes]]
-    if form.tile == 0:
-        return codes * np.float64(kv_scale)
-    stored = block[place.scales]
-    if form.scale_type == "<f4":
-        scales = stored.view("<f4").astype(np.float64)
+def _e4m3_of(code: int) -> float:
+    """The value of an e4m3 code: a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code & 0x7F == NAN_CODE:
+        return math.nan
+    magnitude = math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+    return -magnitude if code & 0x80 else magnitude
+
+
+def _fp32_of(data: bytes) -> float:
+    value: float = struct.unpack("<f", data)[0]
+    return value
+
+
+def _bf16_nearest(x: np.float32) -> float:
+    """x rounded to bf16: nearest, ties to even."""
+    if math.isnan(x):
+        return math.nan
+    bits: int = struct.unpack("<I", struct.pack("<f", x))[0]
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    return _fp32_of(bytes((0, 0, rounded & 0xFF, rounded >> 8)))
+
+
+def _row_of_bytes(data: bytes, name: str, d: int, block: int, i: int) -> list[float]:
+    """The columns of row i of a block of `block` rows, read byte by byte."""
+    rope = None  # offset of the bf16 columns
+    if name == "V3.2":
+        codes, scales, tile = 656 * i, 656 * i + 512, 128
+        rope = codes + 528
+    elif name == "V4":
+        codes, scales, tile = 576 * i, 576 * block + 8 * i, 64
+        rope = codes + 448
     else:
-        scales = np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127))
-    with np.errstate(all="ignore"):
-        product = (codes * np.repeat(scales, form.tile)).astype(np.float32)
-        values = product.astype(ml_dtypes.bfloat16).astype(np.float64)
-    plain = block[place.plain].view(ml_dtypes.bfloat16).astype(np.float64)
-    return np.concatenate([values, plain])
+        codes, scales, tile = 512 * i, 512 * block + 16 * i, 32
+    quantised = 448 if name == "V4" else 512
+    row = []
+    for column in range(d):
+        if column >= quantised:
+            assert rope is not None
+            at = rope + 2 * (column - quantised)
+            row.append(_fp32_of(bytes((0, 0, data[at], data[at + 1]))))
+            continue
+        if name == "V3.2":
+            at = scales + 4 * (column // tile)
+            scale = _fp32_of(data[at : at + 4])
+        else:
+            exponent = data[scales + column // tile]
+            scale = math.nan if exponent == 255 else math.ldexp(1.0, exponent - 127)
+        with np.errstate(all="ignore"):
+            product = np.float32(_e4m3_of(data[codes + column]) * scale)  # exact in float64, so rounded once
+        row.append(_bf16_nearest(product))
+    return row
 
 
 def read_mla_cache(cache: Tensor, slots: Tensor, d_qk: int, kv_scale: float | Tensor | None = None) -> Float64:
@@ -265,6 +304,10 @@ def read_mla_cache(cache: Tensor, slots: Tensor, d_qk: int, kv_scale: float | Te
             continue
         if source.format is None:
             values[i] = source.plain_row(slot).astype(np.float64)
+            continue
+        data, row = source.array[slot // source.block].tobytes(), slot % source.block
+        if source.format.tile == 0:
+            values[i] = [_e4m3_of(code) * float(one_scale) for code in data[d_qk * row : d_qk * (row + 1)]]
         else:
-            values[i] = _values(*source.bytes_of(slot), source.format, one_scale)
+            values[i] = _row_of_bytes(data, source.format.name, d_qk, source.block, row)
     return values
