@@ -43,6 +43,13 @@ def backward_may_follow(training: bool = True) -> bool:
     return not (torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
 
 
+def take_parts(module: nn.Module, source: nn.Module) -> None:
+    """Makes the submodules and the plain attributes of `source` attributes of `module` too."""
+    vars(module).update({name: value for name, value in vars(source).items() if name not in vars(module)})
+    for name, part in source.named_children():
+        module.add_module(name, part)
+
+
 class RMSNorm(nn.RMSNorm):
     """PyTorch's, which computes in float32. x is first converted to the weight's dtype, as autocast does for products,
     and the result has x's dtype.

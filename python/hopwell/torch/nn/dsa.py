@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from hopwell._checks import require
 from hopwell.torch import ops
-from hopwell.torch.nn._module import backward_may_follow, check_tokens, check_type
+from hopwell.torch.nn._module import backward_may_follow, check_tokens, check_type, take_parts
 from hopwell.torch.nn.attention import SparseMLA, pack_indices
 from hopwell.torch.nn.cache import KeyCache
 from hopwell.torch.nn.config import attention_options, indexer_options
-from hopwell.torch.nn.indexer import LightningIndexer
+from hopwell.torch.nn.indexer import LightningIndexer, loss_over_tokens
 from hopwell.torch.nn.pack import Pack
 
 Mode = Literal["dense", "warm-up", "sparse"]
@@ -57,9 +57,7 @@ class DSA(SparseMLA):
             raise TypeError(f"{name}: mla must be a SparseMLA; got {type(mla).__name__}")
         check_type(name, "indexer", indexer, nn.Module)  # a LightningIndexer, perhaps compiled or wrapped
         nn.Module.__init__(self)
-        self.__dict__ |= {name: value for name, value in vars(mla).items() if name not in vars(self)}  # the sizes
-        for name, part in mla.named_children():
-            self.add_module(name, part)
+        take_parts(self, mla)
         self.attn_sink = mla.attn_sink
         self.indexer = indexer
         self.selected: Tensor | None = None
@@ -118,23 +116,9 @@ class DSA(SparseMLA):
         y, loss = self.combine(out.view(b, s, self.h_q, self.d_v)), None
         if with_loss:
             index = q_index.flatten(0, 1), k_index.flatten(0, 1), weights.flatten(0, 1)
-            loss = self._loss((q, kv, lse), index, indices, masks) / max(b * s, 1)
+            loss = loss_over_tokens((q, kv, lse), index, indices, self.sm_scale, **masks) / max(b * s, 1)
         self.selected = selected
         return y, loss
-
-    def _loss(
-        self,
-        attention: tuple[Tensor, Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor],
-        indices: Tensor | None,
-        masks: dict[str, Any],
-    ) -> Tensor:
-        """The sum over tokens. `attention` has queries, keys and lse, `index` what `indexer.project` makes."""
-        if indices is None:
-            return ops.indexer_dense_loss(*attention, *index, self.sm_scale, **masks)
-        q, kv, lse = attention
-        target = ops.attention_distribution(q, kv, indices, lse, self.sm_scale, normalize="l1", indices_ascending=True)
-        return ops.indexer_loss(*index, indices, target)
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely. If

@@ -12,6 +12,7 @@ from hopwell._checks import require
 from hopwell.torch import ops
 from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, backward_may_follow, check_tokens
 from hopwell.torch.nn.compressor import Documents, KVCompressor, rope_of
+from hopwell.torch.nn.indexer import loss_over_tokens
 from hopwell.torch.nn.rope import rotate_last
 
 HybridMode = Literal["sparse", "warm-up"]
@@ -171,6 +172,14 @@ class CompressedIndexer(nn.Module):
         return f"d_model={self.d_model}, topk={self.topk}, h_index={self.h_index}, d_index={self.d_index}"
 
 
+def selected_in_document(indices: Tensor | None, visible: dict[str, Any], x: Tensor) -> Tensor | None:
+    """The selection of each token of x, counted in the compressed keys of the token's document."""
+    if indices is None:
+        return None
+    inside = torch.where(indices < 0, -1, indices - visible["k_start"][:, None])
+    return inside.view(*x.shape[:2], -1)
+
+
 class CSA(HCA):
     """Compressed sparse attention: `HCA` over the compressed keys that an indexer selects, and the indexer's loss.
 
@@ -236,28 +245,8 @@ class CSA(HCA):
         y, loss = self.combine(out, start).view(x.shape), None
         if with_loss:
             assert index is not None
-            loss = self._loss((q, kv, lse), index, indices, visible) / max(documents.first.shape[0], 1)
-        self.selected = None
-        if indices is not None:
-            inside = torch.where(indices < 0, -1, indices - visible["k_start"][:, None])
-            self.selected = inside.view(*x.shape[:2], -1)
+            sink = self.attn_sink.detach().float()
+            loss = loss_over_tokens((q, kv, lse), index, indices, self.sm_scale, sink, **visible)
+            loss = loss / max(documents.first.shape[0], 1)
+        self.selected = selected_in_document(indices, visible, x)
         return y, loss
-
-    def _loss(
-        self,
-        attention: tuple[Tensor, Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor],
-        indices: Tensor | None,
-        visible: dict[str, Any],
-    ) -> Tensor:
-        """The sum over tokens. `attention` has queries, keys and lse."""
-        q, kv, lse = (t.detach() for t in attention)
-        sink = self.attn_sink.detach().float()
-        if indices is None:
-            return ops.indexer_dense_loss(
-                *(q, kv, lse, *index, self.sm_scale), attn_sink=sink, normalize="l1", **visible
-            )
-        target = ops.attention_distribution(
-            *(q, kv, indices, lse, self.sm_scale), attn_sink=sink, normalize="l1", indices_ascending=True
-        )
-        return ops.indexer_loss(*index, indices, target)

@@ -1,7 +1,7 @@
 """The lightning indexer."""
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,28 @@ from hopwell.torch.nn._module import check_tokens, check_type
 from hopwell.torch.nn.config import indexer_options
 from hopwell.torch.nn.pack import Pack
 from hopwell.torch.nn.rope import Rope, rotate
+
+
+def loss_over_tokens(
+    attention: tuple[Tensor, Tensor, Tensor],
+    index: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor | None,
+    sm_scale: float,
+    sink: Tensor | None = None,
+    **visible: Any,
+) -> Tensor:
+    """The sum over tokens of an indexer's loss. `attention` has queries, keys and lse, `index` the indexer's queries,
+    keys and weights. Without indices the loss is over every visible key. `sink`: the target is the attention's part of
+    each key under a softmax with sink and window, divided by the row's sum.
+    """
+    q, kv, lse = (t.detach() for t in attention)
+    if indices is None:
+        normalize = "heads" if sink is None else "l1"
+        return ops.indexer_dense_loss(*(q, kv, lse, *index, sm_scale), attn_sink=sink, normalize=normalize, **visible)
+    target = ops.attention_distribution(
+        *(q, kv, indices, lse, sm_scale), attn_sink=sink, normalize="l1", indices_ascending=True
+    )
+    return ops.indexer_loss(*index, indices, target)
 
 
 class LightningIndexer(nn.Module):

@@ -84,6 +84,40 @@ class IndexerLoss(torch.autograd.Function):
         return d_q, ctx.shard.reduce(d_k.view(ctx.shape)).to(ctx.k_dtype), d_weights, None, None, None
 
 
+def part_of_loss(
+    attention: tuple[Tensor, Tensor, Tensor],
+    index: tuple[Tensor, Tensor, Tensor, Tensor],
+    indices: Tensor | None,
+    shard: ContextShard,
+    masks: dict[str, Any],
+    sm_scale: float,
+    heads: Group,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """The sum over this rank's tokens of an indexer's loss, as `nn.indexer.loss_over_tokens` has it for all tokens.
+    `attention` is queries, gathered keys and lse, `index` the indexer's queries, own keys, weights and gathered keys.
+    """
+
+    def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        q, keys, lse = attention
+        entries = every_visible(shard.s, masks) if indices is None else indices
+        attn = ops.attention_distribution(
+            *(q, keys, entries, lse, sm_scale), attn_sink=sink, indices_ascending=True, **masks
+        )
+        target = ops.normalize_l1(sum_over_ranks(attn, heads))
+        return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
+
+    def dense_loss(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        normalize = "heads" if sink is None else "l1"
+        return indexer_dense_loss_and_gradients(
+            *attention, q_index, index_keys, weights, sm_scale, attn_sink=sink, normalize=normalize, **masks
+        )
+
+    loss_of = dense_loss if indices is None and place(heads)[1] == 1 else loss_of_target
+    loss: Tensor = IndexerLoss.apply(*index, loss_of, shard)  # type: ignore[no-untyped-call]
+    return loss
+
+
 class ParallelDSA(nn.DSA):
     """`nn.DSA` over the tokens of a `ContextShard` and, after `shard_heads(mla)`, over some of the heads.
 
@@ -138,36 +172,11 @@ class ParallelDSA(nn.DSA):
         loss = None
         if with_loss:
             index = q_index, k_index, weights, index_keys
-            loss = self._part_of_loss((q.detach(), keys.flatten(0, 1), lse), index, indices, shard, masks)
+            attention = q.detach(), keys.flatten(0, 1), lse
+            loss = part_of_loss(attention, index, indices, shard, masks, self.sm_scale, self.heads)
             loss = loss / max(b * shard.s, 1)
         self.selected = selected
         return y, loss
-
-    def _part_of_loss(
-        self,
-        attention: tuple[Tensor, Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor, Tensor],
-        indices: Tensor | None,
-        shard: ContextShard,
-        masks: dict[str, Any],
-    ) -> Tensor:
-        """The sum over this rank's tokens. `attention` is queries, gathered keys and lse, `index` the indexer's
-        queries, own keys, weights and gathered keys.
-        """
-
-        def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            q, keys, lse = attention
-            entries = every_visible(shard.s, masks) if indices is None else indices
-            attn = ops.attention_distribution(q, keys, entries, lse, self.sm_scale, indices_ascending=True, **masks)
-            target = ops.normalize_l1(sum_over_ranks(attn, self.heads))
-            return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
-
-        def dense_loss(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            return indexer_dense_loss_and_gradients(*attention, q_index, index_keys, weights, self.sm_scale, **masks)
-
-        loss_of = dense_loss if indices is None and place(self.heads)[1] == 1 else loss_of_target
-        loss: Tensor = IndexerLoss.apply(*index, loss_of, shard)  # type: ignore[no-untyped-call]
-        return loss
 
 
 def shard_heads(attention: nn.SparseMLA | nn.HCA, group: Group) -> None:

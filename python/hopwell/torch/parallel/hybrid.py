@@ -1,10 +1,9 @@
 """DeepSeek-V4's hybrid attention over several ranks.
 
-A rank's queries see the window keys of its own tokens and of a halo, the tokens before them. The ranks that own the halo
-send its projected keys. Each rank computes the compressed keys of its own blocks, and all ranks gather them.
+A rank's queries see the window keys of its own tokens and of a halo, the tokens before them. The ranks that own the
+halo send its projected keys. Each rank computes the compressed keys of its own blocks, and all ranks gather them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from hopwell._checks import require
 from hopwell.torch import nn, ops
-from hopwell.torch.nn._module import backward_may_follow, check_tokens
+from hopwell.torch.nn._module import backward_may_follow, check_tokens, take_parts
 from hopwell.torch.nn.compressor import KVCompressor
-from hopwell.torch.nn.hybrid import HybridMode
+from hopwell.torch.nn.hybrid import HybridMode, selected_in_document
 from hopwell.torch.nn.rope import rotate_last
-from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients, refuse_second_derivative
-from hopwell.torch.parallel.dsa import IndexerLoss
-from hopwell.torch.parallel.shard import ContextShard, Group, Route, add_halo, every_visible, place, sum_over_ranks
+from hopwell.torch.parallel.dsa import part_of_loss
+from hopwell.torch.parallel.shard import ContextShard, Group, Route, add_halo, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -156,9 +154,7 @@ class ParallelHCA(nn.HCA):
 
     def __init__(self, hca: nn.HCA, heads: Group = None) -> None:
         torch.nn.Module.__init__(self)
-        self.__dict__ |= {name: value for name, value in vars(hca).items() if name not in vars(self)}  # the sizes
-        for name, part in hca.named_children():
-            self.add_module(name, part)
+        take_parts(self, hca)
         self.compressor = hca.compressor
         self.attn_sink = hca.attn_sink
         self.heads = heads
@@ -254,11 +250,11 @@ class ParallelCSA(ParallelHCA):
         loss = None
         if with_loss:
             assert index is not None
-            loss = self._part_of_loss((q.detach(), keys, lse), index, indices, blocks, visible) / max(b * shard.s, 1)
-        self.selected = None
-        if indices is not None:
-            inside = torch.where(indices < 0, -1, indices - visible["k_start"][:, None])
-            self.selected = inside.view(*x.shape[:2], -1)
+            sink = self.attn_sink.detach().float()
+            attention = q.detach(), keys, lse
+            loss = part_of_loss(attention, index, indices, blocks, visible, self.sm_scale, self.heads, sink)
+            loss = loss / max(b * shard.s, 1)
+        self.selected = selected_in_document(indices, visible, x)
         return y, loss
 
     def _project_index(
@@ -271,36 +267,3 @@ class ParallelCSA(ParallelHCA):
         k = own_keys(compressor, x, shard, blocks).to(q.dtype)
         weights = indexer.weights_proj(x).flatten(0, 1).float() / (indexer.h_index * indexer.d_index) ** 0.5
         return q, k, weights
-
-    def _part_of_loss(
-        self,
-        attention: tuple[Tensor, Tensor, Tensor],
-        index: tuple[Tensor, Tensor, Tensor, Tensor],
-        indices: Tensor | None,
-        blocks: ContextShard,
-        visible: dict[str, Any],
-    ) -> Tensor:
-        """The sum over this rank's tokens. `attention` is queries, gathered keys and lse, `index` the indexer's
-        queries, own keys, weights and gathered keys.
-        """
-        sink, sm_scale, heads = self.attn_sink.detach().float(), self.sm_scale, self.heads
-
-        def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            q, keys, lse = attention
-            entries = every_visible(blocks.s, visible) if indices is None else indices
-            attn = ops.attention_distribution(
-                *(q, keys, entries, lse, sm_scale), attn_sink=sink, indices_ascending=True, **visible
-            )
-            target = ops.normalize_l1(sum_over_ranks(attn, heads))
-            return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **visible)
-
-        def dense_loss(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            return indexer_dense_loss_and_gradients(
-                *attention, q_index, index_keys, weights, sm_scale, attn_sink=sink, normalize="l1", **visible
-            )
-
-        loss_of: Callable[..., tuple[Tensor, ...]] = loss_of_target
-        if indices is None and place(heads)[1] == 1:
-            loss_of = dense_loss
-        loss: Tensor = IndexerLoss.apply(*index, loss_of, blocks)  # type: ignore[no-untyped-call]
-        return loss
