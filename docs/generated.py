@@ -6,9 +6,13 @@ A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. GitHub
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import figures
@@ -89,12 +93,19 @@ def readme_chips() -> dict[str, list[str]]:
     return {name: cells.split(" | ") for names, cells in rows for name in re.findall(r"\w+", names)}
 
 
+@cache
 def refusals() -> dict[tuple[str, str], list[str]]:
     """Returns, by operator and backend, the reasons for which a backend does not support a case of the test suite."""
-    text = (ROOT / "cases" / "refused.cpp").read_text()
-    text = re.sub(r'"\s*\n\s*"', "", text)  # adjacent literals
-    entries = re.findall(r'\{"(\w+)",\s*"(sm\d+)",\s*\{(.*?)\}\},', text, re.DOTALL)
-    return {(op, target): re.findall(r'\{"([^"]*)",\s*"', reasons + "}") for op, target, reasons in entries}
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "cases.json"
+        command = [Path(sys.executable).with_name("hopwell"), "check", "--list", "--json", listed]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        operators = json.loads(listed.read_text())["operators"]
+    found: dict[tuple[str, str], list[str]] = {}
+    for operator in operators:
+        for row in operator["unsupported"]:
+            found.setdefault((operator["operator"], row["target"]), []).append(row["reason"])
+    return found
 
 
 def other_refusals(operator: str) -> list[str]:
@@ -217,7 +228,7 @@ def backends(operator: str) -> str:
     if others := other_refusals(operator):
         text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in others) + ".\n"
     return text + (
-        "\nThe test suite recorded these reasons (`cases/refused.cpp`). `hopwell.explain` gives them for your call.\n"
+        "\nThe test suite recorded these reasons (`hopwell check --list`). `hopwell.explain` gives them for a call.\n"
     )
 
 

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "cases/case.hpp"
+#include "cases/refused.hpp"
 #include "commands.hpp"
 #include "model.hpp"
 #include "table.hpp"
@@ -42,24 +43,6 @@ nlohmann::json record(const cases::Case& c, const std::string& backend, std::uin
           {"backend", backend}, {"seed", seed},
           {"result", result},   {"messages", report.failures},
           {"outputs", outputs}, {"processor_seconds", seconds}};
-}
-
-// Whether the whole name matches a glob: * matches any letters, ? any one letter. On a mismatch the last star is
-// extended by one letter; earlier stars never change. So the number of steps is at most the product of the lengths.
-bool matches(std::string_view name, std::string_view pattern) {
-  std::size_t letter = 0, at = 0, star = std::string_view::npos, star_end = 0;
-  while (letter < name.size()) {
-    if (at < pattern.size() && pattern[at] == '*') {
-      star = at++, star_end = letter;
-    } else if (at < pattern.size() && (pattern[at] == '?' || pattern[at] == name[letter])) {
-      ++at, ++letter;
-    } else if (star != std::string_view::npos) {
-      at = star + 1, letter = ++star_end;
-    } else {
-      return false;
-    }
-  }
-  return pattern.find_first_not_of('*', at) == std::string_view::npos;
 }
 
 // `names`: all case names.
@@ -97,16 +80,53 @@ constexpr const char* kModelUnits =
     "share of the matmul\nrate that the unit which binds allows the operator. HBM: every sector once, of this call "
     "alone from a cold L2 cache; it does not bind here";
 
+bool wants(const CheckOptions& options, const std::string& op) {
+  return options.operators.empty() ||
+         std::find(options.operators.begin(), options.operators.end(), op) != options.operators.end();
+}
+
+// An operator's cases, and by target and reason the cases that are unsupported there.
+nlohmann::json listed(const cases::Suite& suite) {
+  nlohmann::json names = nlohmann::json::array(), unsupported = nlohmann::json::array();
+  for (const cases::Case& c : suite.cases) names.push_back(c.name);
+  for (const char* target : {"sm80", "sm90", "sm100"}) {
+    std::vector<std::pair<std::string, nlohmann::json>> reasons;  // in the order of the cases
+    for (const cases::Case& c : suite.cases) {
+      const std::string reason = cases::refusal(suite.op, c.name, target);
+      if (reason.empty()) continue;
+      auto at = std::find_if(reasons.begin(), reasons.end(), [&](const auto& entry) { return entry.first == reason; });
+      if (at == reasons.end()) at = reasons.insert(at, {reason, nlohmann::json::array()});
+      at->second.push_back(c.name);
+    }
+    for (const auto& [reason, of_reason] : reasons)
+      unsupported.push_back({{"target", target}, {"reason", reason}, {"cases", of_reason}});
+  }
+  return {{"operator", suite.op}, {"cases", names}, {"unsupported", unsupported}};
+}
+
+int list_cases(const CheckOptions& options) {
+  nlohmann::json operators = nlohmann::json::array();
+  Table table({"operator", "cases", "unsupported on", "cases", "reason"});
+  for (const cases::Suite& suite : cases::suites()) {
+    if (!wants(options, suite.op)) continue;
+    operators.push_back(listed(suite));
+    table.add({suite.op, std::to_string(suite.cases.size()), "", "", ""});
+    for (const nlohmann::json& row : operators.back()["unsupported"])
+      table.add({"", "", row["target"], std::to_string(row["cases"].size()), row["reason"]});
+  }
+  std::fputs(table.text().c_str(), stdout);
+  if (!options.json.empty())
+    write_file(options.json, nlohmann::json{{"version", version()}, {"operators", operators}}.dump(1) + "\n");
+  return 0;
+}
+
 }  // namespace
 
 int check(const CheckOptions& options) {
+  if (options.list) return list_cases(options);
   const auto begin = std::chrono::steady_clock::now();
   if (options.device != 0) cases::cuda::use_device(options.device);
   if (!options.checker) setenv("HOPWELL_EMULATOR_CHECKER", "off", 1);
-  const auto wanted = [&](const std::string& op) {
-    return options.operators.empty() ||
-           std::find(options.operators.begin(), options.operators.end(), op) != options.operators.end();
-  };
   nlohmann::json records = nlohmann::json::array();
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
   std::vector<std::string> failed, names;
@@ -117,14 +137,14 @@ int check(const CheckOptions& options) {
   {
     Progress progress;
     for (const cases::Suite& suite : cases::suites()) {
-      if (!wanted(suite.op)) continue;
+      if (!wants(options, suite.op)) continue;
       for (const std::string& backend : backends(suite.op)) {  // backends with a kernel for it
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
         int cases_left = options.quick ? kQuickCases : std::numeric_limits<int>::max();
         for (const cases::Case& c : suite.cases) {
           if (!c.suits(backend, options.model)) continue;
-          if (!matches(c.name, options.cases.empty() ? "*" : options.cases)) {
+          if (!cases::matches(c.name, options.cases.empty() ? "*" : options.cases)) {
             if (std::find(names.begin(), names.end(), c.name) == names.end()) names.push_back(c.name);
             continue;
           }

@@ -24,6 +24,7 @@ struct CheckOptions {
   bool quick = false;   // a few cases of each operator and backend
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
   bool model = false;   // on emu:sm90 and emu:sm100: report the demand of each launch on the units of an SM
+  bool list = false;    // list the cases, and which of them a backend does not support, and run none
   std::string json;     // file; "": no file
 };
 int check(const CheckOptions& options);

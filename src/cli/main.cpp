@@ -82,6 +82,8 @@ CLI::Validator a_writable_file() { return {obstacle_to_writing, ""}; }
 CLI::App* add_check(CLI::App& app, CheckOptions& options) {
   auto* command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
   command->add_option("OP", options.operators, "operators; by default all")->check(an_operator());
+  command->add_flag("--list", options.list,
+                    "list the cases, and the reasons of backends that do not support one; run none");
   command->add_flag("--quick", options.quick,
                     "two cases of each operator and backend: half a minute on two busy cores");
   command->add_option("--backend", options.backend, "one backend; by default all this machine has")

@@ -57,6 +57,23 @@ def test_a_wrong_command_line_is_told_what_would_be_right(arguments: str, names:
         assert name in result.stderr
 
 
+# ---- check --list --------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_are_listed_with_those_that_a_backend_does_not_support(tmp_path: Path) -> None:
+    result = run("check", "--list", "kv_compress", "nvfp4_gemv", "--json", str(tmp_path / "cases.json"))
+    assert result.returncode == 0, result.stderr
+    compress, gemv = json.loads((tmp_path / "cases.json").read_text())["operators"]
+    assert (compress["operator"], gemv["operator"]) == ("kv_compress", "nvfp4_gemv")
+    assert compress["unsupported"] == [
+        {"target": "sm80", "reason": "needs d that is a multiple of 8", "cases": ["odd_width"]}
+    ]
+    assert "odd_width" in compress["cases"]
+    assert {row["target"] for row in gemv["unsupported"]} == {"sm100"}
+    assert {"basic", "rows_129_blocked"} <= set(gemv["cases"])
+    assert re.search(r"sm80 +1 +needs d that is a multiple of 8\n", result.stdout)
+
+
 # ---- check --case --------------------------------------------------------------------------------------------------
 
 
