@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <initializer_list>
 #include <limits>
 #include <map>
 #include <memory>
@@ -187,7 +186,7 @@ struct Suite {
 };
 
 // Marks the cases of these names as nightly. Each name must be that of a case.
-void leave_to_nightly(Suite& suite, std::initializer_list<std::string_view> names);
+void leave_to_nightly(Suite& suite, const std::vector<std::string>& names);
 
 const std::vector<Suite>& suites();  // all operators, in the order of src/ops
 
