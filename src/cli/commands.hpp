@@ -20,13 +20,13 @@ struct CheckOptions {
   std::string backend;                 // "": all that this machine can run
   std::string cases;                   // glob of case names; "": all
   std::uint64_t seeds = 1;
-  int device = 0;       // CUDA device on which CUDA backends run; device 0 stays the current one
-  bool quick = false;   // a few cases of each operator and backend
-  bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
+  int device = 0;        // CUDA device on which CUDA backends run; device 0 stays the current one
+  bool quick = false;    // a few cases of each operator and backend
+  bool checker = true;   // on emulated backends: find races, not only wrong numbers and hangs
   bool nightly = false;  // on emulated backends: also the cases whose code shorter cases reach
-  bool model = false;   // on emu:sm90 and emu:sm100: report the demand of each launch on the units of an SM
-  bool list = false;    // list the cases, and which of them a backend does not support, and run none
-  std::string json;     // file; "": no file
+  bool model = false;    // on emu:sm90 and emu:sm100: report the demand of each launch on the units of an SM
+  bool list = false;     // list the cases, and which of them a backend does not support, and run none
+  std::string json;      // file; "": no file
 };
 int check(const CheckOptions& options);
 
