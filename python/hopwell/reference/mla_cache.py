@@ -93,7 +93,7 @@ class _Cache:
             require(row == d, name, "cache", f"rows of d = {d}", row)
 
     def has(self, slot: int) -> bool:
-        return 0 <= slot < self.blocks * self.block
+        return bool(0 <= slot < self.blocks * self.block)
 
     def plain_row(self, slot: int) -> Array:
         """The elements of a row that is not quantised."""
