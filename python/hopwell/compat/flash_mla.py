@@ -10,6 +10,8 @@ past topk_length; h_kv is 1 in both. It supports any indexer_topk, for any h_q, 
 second forward over these entries. Like the original it is not part of the autograd graph.
 """
 
+from typing import Any
+
 import torch
 
 from .._checks import integer, require
@@ -51,7 +53,7 @@ def flash_mla_sparse_fwd(
     """
     first = integer("flash_mla_sparse_fwd", "indexer_topk", indexer_topk)
     require(first >= 0, "flash_mla_sparse_fwd", "indexer_topk", "at least 0", first)
-    options = {"attn_sink": attn_sink, "topk_length": topk_length}
+    options: dict[str, Any] = {"attn_sink": attn_sink, "topk_length": topk_length}
     results = sparse_mla_forward(q, kv, indices, sm_scale, d_v, **options)
     if first == 0:
         return results
