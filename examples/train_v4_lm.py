@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a language model with DeepSeek-V4's hybrid attention on real text, beside one of window attention alone.
+"""Trains a language model with DeepSeek-V4's hybrid attention on real text, beside a model with window attention alone.
 
 The layers are, in turn: attention over a window alone; CSA, which adds the compressed keys that an indexer selects; and
 HCA, which adds every compressed key of a larger ratio. First CSA attends every visible compressed key, and its indexer
@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="files or folders of UTF-8 text (default: the Python standard library's sources)",
     )
-    parser.add_argument("--steps", type=at_least(5), help="updates of each model (default: 400; 200 with --quick)")
+    parser.add_argument("--steps", type=at_least(5), help="updates of each model (default: 600; 200 with --quick)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of initial weights and batches (default: 0)")
     parser.add_argument("--name", default="v4_lm", help="results go to runs/NAME (default: v4_lm)")
     parser.add_argument(

@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(d_model)
         self.up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
-        self.outputs = (attention_output.weight, self.down.weight)  # what is added to the residual stream
+        self.outputs = (attention_output.weight, self.down.weight)  # whose results enter the residual stream
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)

@@ -121,7 +121,7 @@ class Loop:
         self.stage, self.step = stage, 0
 
     def save(self) -> None:
-        """Saves what is needed to continue."""
+        """Writes a checkpoint, if the training has any."""
 
     def begin(self) -> None:
         """Is called before the first step of the first stage."""

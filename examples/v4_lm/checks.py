@@ -62,8 +62,8 @@ def two_ranks(settings: Settings, corpus: Corpus) -> tuple[float, float]:
 
 @torch.no_grad()
 def packed_documents(model: HybridDecoder, ids: Tensor) -> float:
-    """Packs documents of several lengths, and returns the largest difference of a logit from those of one document a
-    call, as a part of the largest logit.
+    """Packs documents of several lengths, and returns the largest difference between their logits and the
+    logits of one document a call, relative to the largest logit.
     """
     lengths = [model.size.context // 2, 1, 37, 0, 3, model.size.context]
     documents = ids[: sum(lengths)].split(lengths)

@@ -14,9 +14,9 @@ KINDS = ("window", "CSA", "HCA")  # the layers, in turn
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the network. Those of DeepSeek-V4 are window 128, ratios 4 and 128, d 512 with d_rope 64."""
+    """Sizes of the network. DeepSeek-V4 has window 128, ratios 4 and 128, d 512 with d_rope 64."""
 
-    vocabulary: int = 2048
+    vocabulary: int = 1024
     context: int = 256
     layers: int = 3
     d_model: int = 128
@@ -48,7 +48,7 @@ QUICK = Size(vocabulary=320, context=128, d_model=64, d_ff=128, d=32, q_rank=32,
 
 
 class HybridBlock(Block):
-    """A block whose attention is nn.HCA, of which window attention alone is a case, or nn.CSA."""
+    """A block whose attention is nn.CSA or nn.HCA. With ratio 0 the latter is window attention alone."""
 
     def attend(
         self, x: Tensor, mode: str, shard: ContextShard | None, cu_seqlens: Tensor | None = None
@@ -60,7 +60,7 @@ class HybridBlock(Block):
 
 
 class HybridDecoder(LanguageModel):
-    """The language model. `forward(tokens, mode, shard, cu_seqlens)`: modes are those of nn.CSA."""
+    """The language model. `forward(tokens, mode, shard, cu_seqlens)`: nn.CSA defines the modes."""
 
     def make_block(self, layer: int) -> Block:
         size, kind = self.size, self.size.kind(layer)

@@ -86,7 +86,7 @@ def test_agrees_with_a_plain_computation(window: int, packed: bool, sink: str | 
     wanted = torch.autograd.grad(expected, learned, d_out.double(), allow_unused=True)
     for mine, reference in zip(found, wanted, strict=True):
         reference = torch.zeros(()) if reference is None else reference
-        reference = torch.nan_to_num(reference)  # that of the sink of −inf
+        reference = torch.nan_to_num(reference)  # the gradient of the sink of −inf
         assert norm_error(torch.zeros_like(reference) if mine is None else mine, reference) < 1e-4
 
 
@@ -115,7 +115,7 @@ def test_no_entries_and_no_keys_at_all() -> None:
 
 
 def test_a_sink_in_the_dtype_of_bfloat16_queries() -> None:
-    """Its gradient has its dtype. Strided queries and keys are those of a projection [b, s, heads, d]."""
+    """Its gradient has its dtype. Queries and keys are strided, as a projection to [b, s, heads, d] makes them."""
     q, local, sparse, indices = inputs(1, 3, 9, 4, 4)
     q, local, sparse = (x.detach().bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, local, sparse))
     sink = torch.randn(3).bfloat16().requires_grad_()

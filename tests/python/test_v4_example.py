@@ -40,7 +40,7 @@ def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
     assert [record["update"] for record in metrics["windows_alone_steps"]] == list(range(1, 201))
     warm_up = [record["indexer_loss"] for record in metrics["steps"] if record["stage"] == "warm-up"]
     assert warm_up[-1] > 0 and all(record["indexer_loss"] == 0 for record in metrics["windows_alone_steps"])
-    assert metrics["hybrid"] < 0.997 * metrics["windows_alone"]
+    assert metrics["hybrid"] < 0.995 * metrics["windows_alone"]
     assert metrics["recall"] > metrics["recall_of_newest"]
 
 
@@ -116,7 +116,7 @@ def test_recall_is_of_the_keys_of_most_attention(trainer: Any, monkeypatch: pyte
                 share = torch.cat([logits, csa.attn_sink[None].double()]).softmax(0)[:count].sum(1)
                 own = best[i * TINY.context + t]
                 assert set(own.tolist()) == set(share.topk(4).indices.tolist())
-    # a selection of these keys has recall 1, and one of others 0
+    # a selection of these keys has recall 1, and another selection 0
     tokens = trainer.corpus.train[: 2 * TINY.context].view(2, -1)
     selected = []
     csa.register_forward_hook(lambda *_: setattr(csa, "selected", selected[0]))

@@ -27,17 +27,17 @@ DeepSeek-V4's attention on the branch dev (at d48bd6b) calls functions of `csa_u
     for name in ("csa_sparse_attn", "fused_csa_indexer_sparse_attn", "indexer_topk", "maybe_compress_thd_fused"):
         setattr(csa, name, getattr(megatron, name))
 
-Arguments, layouts, entries and results are those of `fused_sparse_attention.py` and `fused_compressor.py`. Differences:
-they run on GPUs from Ampere on, not only on those of FlashMLA and cuDNN's front end, and on the CPU, in float32 too.
-Selected entries are in ascending order. The indexer's weights times its scale are not rounded to bf16. NaN index scores
-are selected. Lengths of the longest segment are not used. `fused_csa_indexer_sparse_attn` makes the loss for autograd:
-gradients of the indexer come in the backward. For the loss over all keys it runs two forwards more, one over the window
-and one over all visible compressed keys. A `topk_length` beside `indexer_topk` is allowed. `maybe_compress_thd_fused`
-takes any ratio, and also runs where PyTorch is told to be deterministic; it returns None where it declines, and rows
-after the last key are 0. The others raise a ValueError that names the argument.
+`csa_utils.cp_utils` has `indexer_topk` under a name of its own. Arguments, layouts, entries and results are the same as
+in `fused_sparse_attention.py` and `fused_compressor.py`. Differences: the functions run on GPUs from Ampere on and on
+the CPU, where they take float32 too. Selected entries are in ascending order. The indexer's weights times its scale are
+not rounded to bf16. Lengths of the longest segment are not used. `fused_csa_indexer_sparse_attn` computes the
+indexer's gradients in the backward. For the loss over all keys it runs two more forwards, one over the window and one
+over all visible compressed keys. A `topk_length` beside an `indexer_topk` is allowed. `maybe_compress_thd_fused` takes
+any ratio, and also runs where PyTorch is told to be deterministic. It returns None if it declines, and rows after the
+last key are 0. The other functions raise a ValueError that names the argument.
 
-Not here: the functions for context-parallel packed training (`FusedCSAIndexerSparseAttnFromTopkFunc`) and
-`build_flat_topk_idxs`, which remain Megatron-LM's; with compact=True the latter needs cuDNN's front end on a GPU.
+Not here: `FusedCSAIndexerSparseAttnFromTopkFunc`, for context-parallel packed training, and `build_flat_topk_idxs`.
+They remain Megatron-LM's own; with compact=True the latter needs cuDNN's front end on a GPU.
 """
 
 from dataclasses import dataclass
