@@ -1,11 +1,12 @@
 """`gather_attn` with the signature and the conventions of attention-gym: window keys and selected keys in one softmax.
 
-    from hopwell.compat.attn_gym import AuxRequest, gather_attn    # instead of: from attn_gym.sparse import ...
+    from hopwell.compat.attn_gym import AuxRequest, gather_attn    # instead of: from attn_gym.sparse.gather_attn ...
 
-It follows `attn_gym/sparse/gather_attn/api.py` of github.com/meta-pytorch/attention-gym (as of August 2026) and its
-PyTorch reference. Keys are values too. lse contains the sink, and is −inf for a row without any key or sink. Selected
-entries are counted in the query's document, and entries outside it are ignored. With cu_seqlens, `out` and gradients of
-the rows after the last document are 0.
+It follows `attn_gym/sparse/gather_attn/api.py` of github.com/meta-pytorch/attention-gym and its PyTorch reference, in
+the version with cu_seqlens. Earlier versions have `doc_ids` in its place, and up to 7fdb85d the name
+`selected_attention`; these are not taken. Keys are values too. lse contains the sink, and is −inf for a row without any
+key or sink. Selected entries are counted in the query's document, and entries outside it are ignored. With cu_seqlens,
+`out` and gradients of the rows after the last document are 0.
 
 Differences: `impl` and `kernel_options` are checked and choose nothing, because Hopwell chooses its own backend; CPU
 tensors work with each. lse carries no gradient, also with impl="reference". query is bfloat16, on the CPU float32 too.
