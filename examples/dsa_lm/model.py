@@ -1,8 +1,10 @@
 """The network: a decoder of RMSNorm, DeepSeek Sparse Attention and SwiGLU, its sizes, and generation token by token."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hopwell.torch.nn import DSA, KeyCache, LightningIndexer, Mode, NVFP4Linear, SparseMLA
@@ -46,27 +48,28 @@ LARGE = Size(
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    """Attention and SwiGLU, each after a norm, and each added to its input."""
+
+    def __init__(self, d_model: int, d_ff: int, attention: nn.Module, attention_output: nn.Linear) -> None:
+        """attention_output: the last layer of the attention."""
         super().__init__()
-        mla = SparseMLA(
-            size.d_model, size.h_q, d_v=size.d_v, d_rope=size.d_rope, d_nope=size.d_nope, d_head=size.d_head
-        )
-        indexer = LightningIndexer(
-            size.d_model, topk=size.topk, h_index=size.h_index, d_index=size.d_index, d_rope=size.d_rope
-        )
-        self.attention_norm = nn.RMSNorm(size.d_model)
-        self.attention = DSA(mla, indexer)
-        self.mlp_norm = nn.RMSNorm(size.d_model)
-        self.up = nn.Linear(size.d_model, 2 * size.d_ff, bias=False)
-        self.down = nn.Linear(size.d_ff, size.d_model, bias=False)
+        self.attention_norm = nn.RMSNorm(d_model)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(d_model)
+        self.up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.outputs = (attention_output.weight, self.down.weight)  # whose results enter the residual stream
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * value)
 
-    def forward(self, x: Tensor, mode: Mode, shard: ContextShard | None) -> tuple[Tensor, Tensor | None]:
-        given = (mode,) if shard is None else (shard, mode)
-        y, indexer_loss = self.attention(self.attention_norm(x), *given)
+    def attend(self, x: Tensor, mode: str, shard: ContextShard | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the attention of normed x and the loss of its indexer."""
+        return self.attention(x, *((mode,) if shard is None else (shard, mode)))
+
+    def forward(self, x: Tensor, *given: Any) -> tuple[Tensor, Tensor | None]:
+        y, indexer_loss = self.attend(self.attention_norm(x), *given)
         x = x + y
         return x + self.mlp(x), indexer_loss
 
@@ -75,37 +78,59 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-class Decoder(nn.Module):
-    def __init__(self, size: Size) -> None:
+class LanguageModel(nn.Module):
+    """An embedding, blocks, a norm and a head. A subclass makes the blocks."""
+
+    def __init__(self, size: Any) -> None:
         super().__init__()
         self.size = size
         self.embedding = nn.Embedding(size.vocabulary, size.d_model)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(size.layers))
         self.norm = nn.RMSNorm(size.d_model)
         self.head = nn.Linear(size.d_model, size.vocabulary, bias=False)
         # The head starts at zero: every token equally likely, and no gradient wasted on unlearning chance.
         nn.init.zeros_(self.head.weight)
         for block in self.blocks:
-            for linear in (block.attention.o_proj, block.down):
-                linear.weight.data *= (2 * size.layers) ** -0.5
+            for weight in block.outputs:
+                weight.data *= (2 * size.layers) ** -0.5
 
-    def forward(
-        self, tokens: Tensor, mode: Mode = "sparse", shard: ContextShard | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def make_block(self, layer: int) -> Block:
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, mode: str = "sparse", *given: Any) -> tuple[Tensor, Tensor]:
         """tokens int64 [b, s] → logits [b, s, vocabulary] and the indexers' loss, summed over layers (0 where there is
-        none). With a shard, of its tokens, and this rank's part of the loss.
+        none). `given` goes to the blocks. With a shard, of its tokens, and this rank's part of the loss.
         """
         x = self.embedding(tokens)
         total = x.new_zeros(())
         with self.precision(x):
             for block in self.blocks:
-                x, indexer_loss = block(x, mode, shard)
+                x, indexer_loss = block(x, mode, *(given or (None,)))
                 total = total if indexer_loss is None else total + indexer_loss
             return self.head(self.norm(x)), total
 
     def precision(self, x: Tensor) -> torch.autocast:
         """float32 weights and optimizer, products in the size's dtype."""
         return torch.autocast(x.device.type, getattr(torch, self.size.dtype), enabled=self.size.dtype != "float32")
+
+    def indexer_parameters(self) -> list[nn.Parameter]:
+        indexers = [b.attention.indexer for b in self.blocks if hasattr(b.attention, "indexer")]
+        return [p for indexer in indexers for p in indexer.parameters()]
+
+
+class Decoder(LanguageModel):
+    """The language model with DeepSeek Sparse Attention in every block."""
+
+    def make_block(self, layer: int) -> Block:
+        size = self.size
+        mla = SparseMLA(
+            size.d_model, size.h_q, d_v=size.d_v, d_rope=size.d_rope, d_nope=size.d_nope, d_head=size.d_head
+        )
+        indexer = LightningIndexer(
+            size.d_model, topk=size.topk, h_index=size.h_index, d_index=size.d_index, d_rope=size.d_rope
+        )
+        attention = DSA(mla, indexer)
+        return Block(size.d_model, size.d_ff, attention, attention.o_proj)
 
     def extend(self, tokens: Tensor, caches: list[KeyCache]) -> Tensor:
         """Logits [vocabulary] after the tokens [s] that follow those in the caches. If this raises, all caches have the
@@ -119,9 +144,6 @@ class Decoder(nn.Module):
                 x = block.extend(x, cache)
             return self.head(self.norm(x[0, -1:]))[0]
 
-    def indexer_parameters(self) -> list[nn.Parameter]:
-        return [p for block in self.blocks for p in block.attention.indexer.parameters()]
-
     def keys_read(self) -> int:
         """Keys the last sparse forward read, over layers and queries."""
         return sum(int((block.attention.selected >= 0).sum()) for block in self.blocks)
@@ -131,19 +153,34 @@ ALONE = Ranks()
 
 
 @torch.no_grad()
+def validation_loss(
+    model: LanguageModel,
+    windows: tuple[Tensor, Tensor],
+    mode: str,
+    ranks: Ranks = ALONE,
+    size: int = 8,
+    after: Callable[[], None] = lambda: None,
+) -> float:
+    """Mean loss in nats a token over the windows. `after` is called after every `size` windows."""
+    total = 0.0
+    for tokens, following in zip(*(ranks.part(part).split(size) for part in windows), strict=True):
+        logits, _ = model(tokens, mode, ranks.shard)
+        total += functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum").item()
+        after()
+    return ranks.sum(total)[0] / windows[1].numel()
+
+
 def evaluate(
     model: Decoder, windows: tuple[Tensor, Tensor], mode: Mode, ranks: Ranks = ALONE, size: int = 8
 ) -> tuple[float, float]:
     """Mean loss in nats a token over the windows, and the fraction of the visible keys that attention read."""
-    total, read = 0.0, 0
-    for tokens, following in zip(*(ranks.part(part).split(size) for part in windows), strict=True):
-        logits, _ = model(tokens, mode, ranks.shard)
-        total += functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum").item()
-        read += model.keys_read() if mode == "sparse" else 0
-    total, read = ranks.sum(total, read)
+    if mode != "sparse":
+        return validation_loss(model, windows, mode, ranks, size), 1.0
+    read: list[int] = []
+    loss = validation_loss(model, windows, mode, ranks, size, lambda: read.append(model.keys_read()))
     count, s = windows[1].shape
     visible = len(model.blocks) * count * s * (s + 1) // 2
-    return total / windows[1].numel(), read / visible if mode == "sparse" else 1.0
+    return loss, ranks.sum(sum(read))[0] / visible
 
 
 def quantize(model: Decoder) -> int:

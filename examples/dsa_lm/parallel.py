@@ -69,6 +69,9 @@ class Ranks:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
+    def reduce_gradients(self, model: Any) -> None:
+        """Sums gradients over the ranks after a backward. FSDP2 has done so."""
+
 
 def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -12,10 +12,10 @@ the warm-up changes only the indexer.
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hopwell.torch.nn import Mode
@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from dsa_lm import parallel
-from dsa_lm.model import ALONE, Decoder, Size, evaluate
+from dsa_lm.model import ALONE, Decoder, LanguageModel, Size, evaluate
 from dsa_lm.parallel import Ranks
 from dsa_lm.report import DemoError, Reporter, write_atomically
 from dsa_lm.text import Corpus, batch
@@ -61,7 +61,7 @@ class Settings:
         return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * update / self.steps)))
 
 
-def make_optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
+def make_optimizer(model: LanguageModel, settings: Settings) -> torch.optim.AdamW:
     """AdamW. The embedding and the head have a higher learning rate; only the matrices between them have weight
     decay.
     """
@@ -80,12 +80,132 @@ def make_optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-class Trainer:
-    """Runs the stages in order.
+class Loop:
+    """Trains one model in stages: the steps, their records and their batches, which depend only on the step.
 
-    `state()` holds everything that is needed to continue, and batches depend only on the step. So an interrupted and
-    resumed run computes the same as an uninterrupted run.
+    Attributes:
+        modes: for each stage, the mode of the model.
+        frozen: the stages in which only the indexer learns. They have batches of their own.
     """
+
+    modes: ClassVar[Mapping[str, str]]
+    frozen: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: LanguageModel,
+        corpus: Corpus,
+        windows: tuple[Tensor, Tensor],
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.settings, self.corpus, self.windows, self.device, self.ranks = settings, corpus, windows, device, ranks
+        self.model = model.to(device)
+        ranks.distribute(self.model)
+        self.optimizer = make_optimizer(self.model, settings)
+        self.stage, self.step, self.update = next(iter(self.modes)), 0, 0
+        self.steps: list[dict[str, Any]] = []
+        self.validation: list[dict[str, Any]] = []
+
+    def lengths(self) -> dict[str, int]:
+        """Returns the number of steps of each stage."""
+        raise NotImplementedError
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the list that gets the records of this stage's steps."""
+        return self.steps
+
+    def enter(self, stage: str) -> None:
+        """Begins a stage."""
+        self.stage, self.step = stage, 0
+
+    def save(self) -> None:
+        """Writes a checkpoint, if the training has any."""
+
+    def begin(self) -> None:
+        """Is called before the first step of the first stage."""
+
+    def validate_stage(self) -> None:
+        """Is called after every `validate_every` updates and after the last one."""
+
+    def run_stages(self, reporter: Reporter, on_step: Callable[[Any], None] | None = None) -> None:
+        """Runs the remaining stages; calls `on_step` after each step."""
+        lengths = self.lengths()
+        names = list(lengths)
+        if not self.steps:
+            self.begin()
+        left = names[names.index(self.stage) :]
+        reporter.expect(sum(lengths[name] for name in left) - self.step)
+        for name in left:
+            if name != self.stage:
+                self.enter(name)
+                self.save()
+            reporter.begin(name, self.step, lengths[name])
+            try:
+                while self.step < lengths[name]:
+                    record = self.train_step()
+                    reporter.step(self.step, record)
+                    if self.step % self.settings.checkpoint_every == 0:
+                        self.save()
+                    if on_step:
+                        on_step(self)
+            finally:
+                reporter.end()
+        self.save()
+
+    def train_step(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        settings, frozen = self.settings, self.stage in self.frozen
+        indexer = set(self.model.indexer_parameters())
+        main = [p for p in self.model.parameters() if p not in indexer]
+        for parameter in main:
+            parameter.requires_grad_(not frozen)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * (1.0 if frozen else settings.rate(self.update))
+        number = settings.steps + self.step if frozen else self.update
+        tokens, following = batch(self.corpus.train, settings.sequences, settings.size.context, settings.seed, number)
+        mine, following = self.ranks.part(tokens.to(self.device)), self.ranks.part(following.to(self.device))
+        logits, indexer_loss = self.model(mine, self.modes[self.stage], self.ranks.shard)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
+        loss = loss / tokens.numel()  # this rank's part of the mean
+        self.optimizer.zero_grad()
+        (indexer_loss if frozen else loss + indexer_loss).backward()
+        self.ranks.reduce_gradients(self.model)
+        clip_grad_norm_(main, 1.0)
+        clip_grad_norm_(indexer, 1.0)
+        self.optimizer.step()
+
+        self.step += 1
+        self.update += not frozen
+        losses = self.ranks.sum(loss.item(), indexer_loss.item())
+        records = self.records()
+        record = {
+            "step": len(records) + 1,
+            "stage": self.stage,
+            "update": self.update,
+            "loss": losses[0],
+            "indexer_loss": losses[1],
+        }
+        record["tokens_per_s"] = tokens.numel() / (time.perf_counter() - began)
+        records.append(record)
+        if not math.isfinite(record["loss"] + record["indexer_loss"]):
+            raise DemoError(f"the loss is no longer finite at step {record['step']}")
+        done = self.update == settings.steps
+        if not frozen and (done or self.update % settings.validate_every == 0):
+            self.validate_stage()
+        return record
+
+
+class Trainer(Loop):
+    """The stages of DeepSeek Sparse Attention.
+
+    `state()` holds everything that is needed to continue. So an interrupted and resumed run computes the same as an
+    uninterrupted run.
+    """
+
+    modes = MODES
+    frozen = ("warm-up",)
 
     def __init__(
         self,
@@ -95,18 +215,19 @@ class Trainer:
         device: torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.settings, self.corpus, self.windows, self.device, self.ranks = settings, corpus, windows, device, ranks
-        self.digest = corpus.digest()
         torch.manual_seed(settings.seed)
-        self.model = Decoder(settings.size).to(device)
-        ranks.distribute(self.model)
-        self.optimizer = make_optimizer(self.model, settings)
-        self.stage, self.step, self.update = "dense", 0, 0
+        super().__init__(settings, Decoder(settings.size), corpus, windows, device, ranks)
+        self.digest = corpus.digest()
         self.fork: dict[str, Any] = {}
         self.trained: dict[str, Any] = {}
-        self.steps: list[dict[str, Any]] = []
         self.dense_twin: list[dict[str, Any]] = []
-        self.validation: list[dict[str, Any]] = []
+        self.checkpoint: Path | None = None
+
+    def lengths(self) -> dict[str, int]:
+        return self.settings.lengths()
+
+    def records(self) -> list[dict[str, Any]]:
+        return self.dense_twin if self.stage == "dense twin" else self.steps
 
     # ---- checkpoints
 
@@ -116,7 +237,9 @@ class Trainer:
         own = {"settings": asdict(self.settings), "text": self.digest}
         return own | progress | history | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | None = None) -> None:
+        path = path or self.checkpoint
+        assert path is not None
         if self.ranks.shard is not None:
             return self.save_parts(path.with_suffix(""))
         data = io.BytesIO()
@@ -197,29 +320,12 @@ class Trainer:
     # ---- stages
 
     def run(self, checkpoint: Path, reporter: Reporter, on_step: Callable[["Trainer"], None] | None = None) -> None:
-        """Runs the remaining stages; calls `on_step` after each step."""
-        lengths = self.settings.lengths()
-        names = list(lengths)
-        if not self.steps:
-            self.validate("sparse", "dense")
-        left = names[names.index(self.stage) :]
-        reporter.expect(sum(lengths[name] for name in left) - self.step)
-        for name in left:
-            if name != self.stage:
-                self.enter(name)
-                self.save(checkpoint)
-            reporter.begin(name, self.step, lengths[name])
-            try:
-                while self.step < lengths[name]:
-                    record = self.train_step()
-                    reporter.step(self.step, record)
-                    if self.step % self.settings.checkpoint_every == 0:
-                        self.save(checkpoint)
-                    if on_step:
-                        on_step(self)
-            finally:
-                reporter.end()
-        self.save(checkpoint)
+        """Runs the remaining stages with checkpoints; calls `on_step` after each step."""
+        self.checkpoint = checkpoint
+        self.run_stages(reporter, on_step)
+
+    def begin(self) -> None:
+        self.validate("sparse", "dense")
 
     def enter(self, stage: str) -> None:
         """Begins a stage. At the end of `dense` it keeps the weights; the twin begins with them."""
@@ -230,48 +336,10 @@ class Trainer:
             self.trained = _copy(self.weights()["model"])
             self.set_weights(self.fork)
             self.update = self.fork["update"]
-        self.stage, self.step = stage, 0
+        super().enter(stage)
 
-    def train_step(self) -> dict[str, Any]:
-        began = time.perf_counter()
-        settings, warm_up = self.settings, self.stage == "warm-up"
-        indexer = set(self.model.indexer_parameters())
-        main = [p for p in self.model.parameters() if p not in indexer]
-        for parameter in main:
-            parameter.requires_grad_(not warm_up)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * (1.0 if warm_up else settings.rate(self.update))
-        # The warm-up has its own batches, with numbers after all other batches.
-        number = settings.steps + self.step if warm_up else self.update
-        tokens, following = batch(self.corpus.train, settings.sequences, settings.size.context, settings.seed, number)
-        mine, following = self.ranks.part(tokens.to(self.device)), self.ranks.part(following.to(self.device))
-        logits, indexer_loss = self.model(mine, MODES[self.stage], self.ranks.shard)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
-        loss = loss / tokens.numel()  # this rank's part of the mean
-        self.optimizer.zero_grad()
-        (indexer_loss if warm_up else loss + indexer_loss).backward()
-        clip_grad_norm_(main, 1.0)
-        clip_grad_norm_(indexer, 1.0)
-        self.optimizer.step()
-
-        self.step += 1
-        self.update += not warm_up
-        losses = self.ranks.sum(loss.item(), indexer_loss.item())
-        record = {
-            "step": len(self.dense_twin if self.stage == "dense twin" else self.steps) + 1,
-            "stage": self.stage,
-            "update": self.update,
-            "loss": losses[0],
-            "indexer_loss": losses[1],
-        }
-        record["tokens_per_s"] = tokens.numel() / (time.perf_counter() - began)
-        (self.dense_twin if self.stage == "dense twin" else self.steps).append(record)
-        if not math.isfinite(record["loss"] + record["indexer_loss"]):
-            raise DemoError(f"the loss is no longer finite at step {record['step']}")
-        done = self.update == settings.steps
-        if not warm_up and (done or self.update % settings.validate_every == 0):
-            self.validate("dense twin" if self.stage == "dense twin" else "sparse", MODES[self.stage])
-        return record
+    def validate_stage(self) -> None:
+        self.validate("dense twin" if self.stage == "dense twin" else "sparse", MODES[self.stage])
 
     def validate(self, model: str, mode: Mode) -> float:
         loss, read = evaluate(self.model, self.windows, mode, self.ranks)

@@ -63,8 +63,26 @@ def test_takes_tensors_that_require_grad_and_tracks_nothing() -> None:
     assert not any(x.requires_grad for x in flash_mla_sparse_fwd(q, kv, indices, sm_scale=0.1, d_v=32))
 
 
-def test_megatron_s_call_and_what_it_does_not_ask_for() -> None:
+@pytest.mark.parametrize("length", [False, True])
+@pytest.mark.parametrize("indexer_topk", [1, 4, 7, 512])
+def test_lse_of_the_indexer_s_entries(indexer_topk: int, length: bool) -> None:
+    q, kv = torch.randn(5, 3, 48), torch.randn(20, 1, 48)
+    indices = torch.randint(-3, 23, (5, 1, 7), dtype=torch.int32)
+    indices[1] = torch.tensor([-1, 20, -1, 99, 3, 3, 5])  # no valid entry among the first 4
+    topk_length = torch.tensor([2, 7, 0, 9, 5]).int() if length else None
+    sink = torch.randn(3)
+    arguments = 0.2, 32, sink, topk_length
+    actual = flash_mla_sparse_fwd(q, kv, indices, *arguments, indexer_topk=indexer_topk)
+    for mine, whole in zip(actual[:3], flash_mla_sparse_fwd(q, kv, indices, *arguments), strict=True):
+        assert torch.equal(mine, whole)
+    own_length = None if topk_length is None else topk_length.clamp(max=indexer_topk)
+    expected = plain(q, kv, indices[..., :indexer_topk], 0.2, 32, None, own_length)[2]
+    torch.testing.assert_close(actual[3], expected, atol=1e-5, rtol=1e-5)
+    assert actual[3][1].eq(math.inf).all() == (indexer_topk <= 4)
+
+
+def test_megatron_s_call() -> None:
     q, kv, indices = torch.zeros(2, 4, 64), torch.zeros(9, 1, 64), torch.zeros(2, 1, 5, dtype=torch.int32)
-    assert flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=0)[0].shape == (2, 4, 32)
-    with pytest.raises(ValueError, match="flash_mla_sparse_fwd: indexer_topk must be 0; got 512"):
-        flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=512)
+    assert len(flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=0)) == 3
+    with pytest.raises(ValueError, match="flash_mla_sparse_fwd: indexer_topk must be at least 0; got -1"):
+        flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=-1)

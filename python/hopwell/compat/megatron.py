@@ -1,4 +1,4 @@
-"""The four hooks that a backend of Megatron-LM's DeepSeek sparse attention has.
+"""Hooks of Megatron-LM: the four of a backend of its DeepSeek sparse attention, and four of DeepSeek-V4's attention.
 
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
     dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND["cudnn"] = "hopwell.compat.megatron"    # and dsa_kernel_backend "cudnn"
@@ -19,6 +19,25 @@ with positions of their own, attention that isn't absorbed, shapes that do not f
 
 What the losses cost: the sparse one stores targets and gradients, no scores of all keys. The dense one stores
 nothing of size s_q × s_kv on one tensor-parallel rank; on several its target, float32 [s_q, s_kv] a sequence.
+
+DeepSeek-V4's attention on the branch dev (at d48bd6b) calls functions of `csa_utils`. These four replace them:
+
+    from megatron.core.transformer.experimental_attention_variant import csa
+    from hopwell.compat import megatron
+    for name in ("csa_sparse_attn", "fused_csa_indexer_sparse_attn", "indexer_topk", "maybe_compress_thd_fused"):
+        setattr(csa, name, getattr(megatron, name))
+
+`csa_utils.cp_utils` has `indexer_topk` under a name of its own. Arguments, layouts, entries and results are the same as
+in `fused_sparse_attention.py` and `fused_compressor.py`. Differences: the functions run on GPUs from Ampere on and on
+the CPU, where they take float32 too. Selected entries are in ascending order. The indexer's weights times its scale are
+not rounded to bf16. Lengths of the longest segment are not used. `fused_csa_indexer_sparse_attn` computes the
+indexer's gradients in the backward. For the loss over all keys it runs two more forwards, one over the window and one
+over all visible compressed keys. A `topk_length` beside an `indexer_topk` is allowed. `maybe_compress_thd_fused` takes
+any ratio, and also runs where PyTorch is told to be deterministic. It returns None if it declines, and rows after the
+last key are 0. The other functions raise a ValueError that names the argument.
+
+Not here: `FusedCSAIndexerSparseAttnFromTopkFunc`, for context-parallel packed training, and `build_flat_topk_idxs`.
+They remain Megatron-LM's own; with compact=True the latter needs cuDNN's front end on a GPU.
 """
 
 from dataclasses import dataclass
@@ -32,8 +51,13 @@ from hopwell.torch.nn._module import backward_may_follow
 
 from .._checks import INTEGERS, require
 from ._index_scores import as_int32
+from ._megatron_csa import csa_sparse_attn, fused_csa_indexer_sparse_attn, indexer_topk, maybe_compress_thd_fused
 
 __all__ = [
+    "csa_sparse_attn",
+    "fused_csa_indexer_sparse_attn",
+    "indexer_topk",
+    "maybe_compress_thd_fused",
     "run_fused_absorbed_sparse_attention",
     "run_fused_dsa_attention",
     "run_fused_qk_topk",

@@ -1,6 +1,6 @@
-"""The `DSA` namespace of NVIDIA's cuDNN front end: DeepSeek sparse attention for trainers.
+"""The `DSA` and `CSA` namespaces of NVIDIA's cuDNN front end: sparse attention and its compressor, for trainers.
 
-    from hopwell.compat.cudnn import DSA        # instead of: from cudnn import DSA
+    from hopwell.compat.cudnn import CSA, DSA        # instead of: from cudnn import CSA, DSA
 
 Follows `cudnn.deepseek_sparse_attention` of nvidia-cudnn-frontend 1.32.0 (the pip package), whose tests are
 `test/python/fe_api/dsa` of github.com/NVIDIA/cudnn-frontend. It has the seven wrappers that Megatron-LM calls (at
@@ -20,6 +20,13 @@ precisions "mxfp8" and "mxfp4" ("fp8" with a scale per row is supported), severa
 other than 0, and `stream` 2, which is another stream in each thread. The wrappers are not part of the autograd graph;
 `sparse_attention` is. The classes behind the wrappers (`IndexerForward` and others), `aligned_hca_backward_wrapper` and
 the functions for buffer sizes of candidates are absent.
+
+`CSA` follows `cudnn.csa.compressor` (in front ends with #427): the two wrappers of DeepSeek-V4's compressor, with the
+same arguments and results. Differences: any ratio and head_dim, GPUs from Ampere on, the host, float32, and rows with
+any stride. The backward has the same bits every time, so it also runs where PyTorch is told to be deterministic. Rows
+of `out` after the last document's are 0, where there they are a pooling of the first tokens. An entry whose score + ape
+is −inf is absent, and a column without an entry gives 0, where there it gives NaN. The two classes behind the wrappers
+and the functions for JAX are absent.
 
 Earlier versions differ. Before 1.32 `indexer_backward_wrapper` had sm_scale, loss_coeff, grad_loss in this order:
 pass them by name. Before 1.26, a call without q_causal_offsets let the last query see the last key; now the first
@@ -43,6 +50,7 @@ from ._attention import (
     sparse_attention_forward_wrapper,
     sparse_attention_score_recompute,
 )
+from ._compressor import CSA, csa_compressor_backward_wrapper, csa_compressor_forward_wrapper
 from ._dense import dense_attn_score_recompute_wrapper, dense_indexer_score_recompute_wrapper, indexer_forward_wrapper
 from ._entries import sparse_attn_score_recompute_wrapper, sparse_indexer_score_recompute_wrapper
 from ._losses import dense_indexer_backward_wrapper, indexer_backward_wrapper
@@ -55,9 +63,12 @@ from ._selection import (
 )
 
 __all__ = [
+    "CSA",
     "DSA",
     "TupleDict",
     "compactify_wrapper",
+    "csa_compressor_backward_wrapper",
+    "csa_compressor_forward_wrapper",
     "dense_attn_score_recompute_wrapper",
     "dense_indexer_backward_wrapper",
     "dense_indexer_score_recompute_wrapper",
