@@ -1,4 +1,4 @@
-// Runs the tutorial's kernels on the emulator under many schedules: emulator_example [copy_engine | tensor_core | pipeline] [--bug | --report FILE]
+// Runs the tutorials' kernels on the emulator under many schedules: emulator_example [STEP] [--bug | --report FILE]
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -32,25 +32,39 @@ std::vector<unsigned short> as_bf16(const std::vector<float>& numbers) {
 double largest(double error, double worst) { return error <= worst ? worst : error; }  // NaN is the largest
 
 // Each step's largest error.
-double copy_engine(bool bug) {
+double reversal(void (*kernel)(const float*, float*, size_t, bool), bool bug) {
   const std::vector<float> in = random_numbers(4096);
   std::vector<float> out(in.size(), NAN);
-  reverse(in.data(), out.data(), in.size(), bug);
+  kernel(in.data(), out.data(), in.size(), bug);
   double worst = 0;
   for (size_t i = 0; i < in.size(); ++i)
     worst = largest(std::fabs(double(out[i]) - double(in[in.size() - 1 - i])), worst);
   return worst;
 }
 
-double product(size_t k, bool bug) {
-  const std::vector<float> a = random_numbers(128 * k), b = random_numbers(64 * k);
-  std::vector<float> c(128 * 64, NAN);
-  if (k == 64)
+double tensor_copies(bool bug) {
+  constexpr size_t kRows = 64, kColumns = 96;
+  const std::vector<float> in = random_numbers(kRows * kColumns);
+  std::vector<float> out(in.size(), NAN);
+  transpose(in.data(), out.data(), kRows, kColumns, bug);
+  double worst = 0;
+  for (size_t r = 0; r < kRows; ++r)
+    for (size_t c = 0; c < kColumns; ++c)
+      worst = largest(std::fabs(double(out[c * kRows + r]) - double(in[r * kColumns + c])), worst);
+  return worst;
+}
+
+double product(size_t m_rows, size_t k, bool bug) {
+  const std::vector<float> a = random_numbers(m_rows * k), b = random_numbers(64 * k);
+  std::vector<float> c(m_rows * 64, NAN);
+  if (m_rows == 64)
+    warpgroup_tile(as_bf16(a).data(), as_bf16(b).data(), c.data(), bug);
+  else if (k == 64)
     tensor_core_tile(as_bf16(a).data(), as_bf16(b).data(), c.data(), bug);
   else
     pipelined_gemm(as_bf16(a).data(), as_bf16(b).data(), c.data(), int(k), bug);
   double worst = 0;
-  for (size_t m = 0; m < 128; ++m)
+  for (size_t m = 0; m < m_rows; ++m)
     for (size_t n = 0; n < 64; ++n) {
       double sum = 0;
       for (size_t i = 0; i < k; ++i) sum += double(a[m * k + i]) * double(b[n * k + i]);
@@ -59,14 +73,19 @@ double product(size_t k, bool bug) {
   return worst;
 }
 
-double tensor_core(bool bug) { return product(64, bug); }
-double pipeline(bool bug) { return product(320, bug); }
+double async_copies(bool bug) { return reversal(reverse_by_threads, bug); }
+double warpgroup_product(bool bug) { return product(64, 64, bug); }
+double copy_engine(bool bug) { return reversal(reverse, bug); }
+double tensor_core(bool bug) { return product(128, 64, bug); }
+double pipeline(bool bug) { return product(128, 320, bug); }
 
 struct Step {
   const char* name;
   double (*run)(bool bug);
 };
-constexpr Step kSteps[] = {{"copy_engine", copy_engine}, {"tensor_core", tensor_core}, {"pipeline", pipeline}};
+constexpr Step kSteps[] = {
+    {"async_copies", async_copies}, {"tensor_copies", tensor_copies}, {"warpgroup_product", warpgroup_product},
+    {"copy_engine", copy_engine},   {"tensor_core", tensor_core},     {"pipeline", pipeline}};
 
 // Whether 20 schedules give the right numbers and no finding; prints the first that does not.
 bool clean(const Step& step, bool bug) {
@@ -106,8 +125,9 @@ int main(int argc, char** argv) try {
       known = true;
       right = (reports ? report(step, words[2]) : clean(step, option == "--bug")) && right;
     }
-  if (!known)
-    std::puts("emulator_example: expected [copy_engine | tensor_core | pipeline] [--bug], or STEP --report FILE");
+  if (!known) std::puts("emulator_example: expected [STEP] [--bug], or STEP --report FILE; steps:");
+  for (const Step& step : kSteps)
+    if (!known) std::printf("  %s\n", step.name);
   return known ? !right : 2;
 } catch (const std::exception& error) {
   std::printf("emulator_example: %s\n", error.what());

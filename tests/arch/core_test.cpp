@@ -187,6 +187,70 @@ TEST(Races, UninitialisedReadNamesItsLine) {
       Kind::uninitialized, "nothing has been written", "uninitialised");
 }
 
+struct Stage {
+  float keys[4][8];
+  std::array<std::array<uint16_t, 8>, 2> scales;
+  mbarrier full[2];
+};
+struct Stages {
+  alignas(1024) float part[16];
+  Stage stages[2];
+  uint32_t result;
+};
+struct SecondHalf {
+  int count;
+};
+struct Extended : SecondHalf {
+  float rest[8];
+};
+union Either {
+  float f;
+  uint32_t bits;
+};
+struct WithUnion {
+  int count;
+  union {
+    Either either;
+    float values[4];
+  };
+};
+
+// Reads one element that nothing has written; the finding's text names it.
+template <class Storage, class Read>
+std::string named_by_finding(Read read) {
+  const emu::Report report =
+      emu::launch({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, sizeof(Storage)}, test::options_for(0), [&] {
+        if (thread_index() == 0) read(dynamic_smem<Storage>());
+      });
+  return report.findings.size() == 1 ? report.findings[0].text : report.text();
+}
+template <class T>
+void read(const T& value) {
+  volatile T v = value;
+  (void)v;
+}
+
+TEST(Names, FindingsNameMembersOfTheSharedStruct) {
+  const auto expect = [](const std::string& text, const std::string& name) {
+    EXPECT_NE(text.find("reads shared " + name + " of CTA 0, where"), std::string::npos) << text;
+  };
+  expect(named_by_finding<Stages>([](Stages& s) { read(s.part[3]); }), "part[3]");
+  expect(named_by_finding<Stages>([](Stages& s) { read(s.stages[1].keys[2][7]); }), "stages[1].keys[2][7]");
+  expect(named_by_finding<Stages>([](Stages& s) { read(s.stages[1].scales[1][6]); }), "stages[1].scales[1][6]");
+  expect(named_by_finding<Stages>([](Stages& s) { read(s.stages[0].full[1].opaque); }), "stages[0].full[1]");
+  expect(named_by_finding<Stages>([](Stages& s) { read(s.result); }), "result");
+}
+
+TEST(Names, OffsetsStayWhereMembersHaveNoNames) {
+  const auto expect_offset = [](const std::string& text, const char* offset) {
+    EXPECT_NE(text.find("reads shared " + std::string(offset) + " of CTA 0"), std::string::npos) << text;
+  };
+  expect_offset(named_by_finding<Extended>([](Extended& s) { read(s.rest[1]); }), "+0x8");
+  expect_offset(named_by_finding<WithUnion>([](WithUnion& s) { read(s.values[1]); }), "+0x8");
+  // A kernel with two structs for one memory.
+  expect_offset(named_by_finding<Stages>([](Stages& s) { dynamic_smem<Stage>(), read(s.part[2]); }), "+0x8");
+}
+
 TEST(Races, HalfWordsOfOneWordByTwoThreadsAreNoRace) {
   expect_clean(cta(64), [] {
     auto& s = dynamic_smem<Buffers>();

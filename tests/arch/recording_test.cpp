@@ -181,12 +181,6 @@ TEST(Recording, CountsBytesInstructionsAndPhases) {
   EXPECT_EQ(launch.findings, "no findings\n");
 }
 
-std::string name_at(size_t offset) {
-  std::ostringstream name;
-  name << "mbarrier +0x" << std::hex << offset;
-  return name.str();
-}
-
 // The copies are sequential at the chip's rate until the ring is full; then each waits for the sum two steps before.
 TEST(Recording, TimesFollowFromRatesAndBarriers) {
   const LaunchRecord launch = ring(2);
@@ -199,8 +193,8 @@ TEST(Recording, TimesFollowFromRatesAndBarriers) {
   EXPECT_NEAR(busy, kSteps * copy, 1e-6);
   const emu::BarrierRow *full = nullptr, *empty = nullptr;
   for (const emu::BarrierRow& barrier : launch.barriers) {
-    if (barrier.name == name_at(offsetof(Ring, full))) full = &barrier;
-    if (barrier.name == name_at(offsetof(Ring, empty))) empty = &barrier;
+    if (barrier.name == "mbarrier full[0]") full = &barrier;
+    if (barrier.name == "mbarrier empty[0]") empty = &barrier;
   }
   ASSERT_TRUE(full && empty);
   // A sum takes 125 loads and a few instructions: less than a copy, so copies never wait for long.
@@ -331,7 +325,7 @@ TEST(Page, HasTheCountsOfEachLaunchAndIsWellFormed) {
   EXPECT_TRUE(well_formed(page));
   EXPECT_FALSE(well_formed(page + "<p>"));
   for (const char* words : {"1. recording_test.cpp", "2. recording_test.cpp", "<td>160,000</td><td>80,000</td>",
-                            "992 bank conflicts", "mbarrier +0x7d00", "copies of warp 0", "cp.async.bulk (load)"})
+                            "992 bank conflicts", "mbarrier full[0]", "copies of warp 0", "cp.async.bulk (load)"})
     EXPECT_NE(page.find(words), std::string::npos) << words;
 }
 

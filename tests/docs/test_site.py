@@ -127,6 +127,9 @@ def test_a_tutorial_has_its_code_and_its_reports(server: Server) -> None:
     document = server.open("tutorials/blackwell_kernel.html", "tutorial")
     assert "tcgen05_mma_f16" in document
     assert "[deadlock] pipeline.cu" in document
+    document = server.open("tutorials/hopper_kernel.html", "hopper_tutorial")
+    assert "wgmma_ss" in document
+    assert "[deadlock] tensor_copies.cu" in document
 
 
 def test_every_link_within_the_site_leads_somewhere() -> None:

@@ -85,12 +85,12 @@ fi
 project "$place/emulator" "$place/prefix"
 example=$place/build-emulator/emulator_example
 quietly "$example"
-for step in copy_engine tensor_core pipeline; do
+for step in async_copies tensor_copies warpgroup_product copy_engine tensor_core pipeline; do
   diff "examples/emulator/reports/$step.txt" <("$example" $step --bug) || fail "what the emulator says of $step without a line"
 done
 quietly "$place/prefix/bin/hopwell-emulate" sparse_mla_forward --backend emu:sm100 --case h_q_64 --report "$place/case.html"
 is_a_page "$place/case.html"
-passed=$((passed + 6))
+passed=$((passed + 9))
 
 # A missing component is an error with a clear message.
 refused() {  # COMPONENT WORDS

@@ -11,7 +11,14 @@ const Index& thread_index() { return current->index; }
 const Index& block_index() { return current->cta->index; }
 const Extent& block_extent() { return machine->shape.block; }
 const Extent& grid_extent() { return machine->shape.grid; }
-void* dynamic_shared() { return current->cta->shared + kReservedBytes; }
+void* dynamic_shared(MemberName names) {
+  Cta& cta = *current->cta;
+  if (names && names != cta.names) {
+    cta.several_structs |= cta.names != nullptr;
+    cta.names = names;
+  }
+  return cta.shared + kReservedBytes;
+}
 
 uint32_t shared_address(const void* pointer) {
   const ptrdiff_t offset = static_cast<const std::byte*>(pointer) - machine->window;

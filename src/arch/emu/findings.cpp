@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <utility>
 
 #include "machine.hpp"
 
@@ -36,7 +37,17 @@ std::string Machine::describe(const Epoch& e) {
 }
 
 std::string Machine::place(uint32_t address) const {
-  return format("shared +0x%x of CTA %u", offset_of(address) - kReservedBytes, rank_of(address));
+  return "shared " + place_in_cta(address) + format(" of CTA %u", rank_of(address));
+}
+
+std::string Machine::place_in_cta(uint32_t address) const {
+  const Cta& cta = ctas[rank_of(address)];
+  const uint32_t offset = offset_of(address) - kReservedBytes;
+  Thread* const asking = std::exchange(current, nullptr);  // the hooks must not count this function's accesses
+  std::string name;
+  const bool named = cta.names && !cta.several_structs && cta.names(cta.shared + kReservedBytes, offset, name);
+  current = asking;
+  return named ? name : format("+0x%x", offset);
 }
 
 void Machine::find(Kind kind, const std::string& text, const Epoch* other) {

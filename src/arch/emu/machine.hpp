@@ -17,6 +17,7 @@
 #include "clock.hpp"
 #include "fiber.hpp"
 #include "launch.hpp"
+#include "members.hpp"
 #include "options.hpp"
 #include "recorder.hpp"
 #include "report.hpp"
@@ -226,6 +227,8 @@ struct Cta {
   std::array<NamedBarrier, 16> barriers;
   SharedShadow shadow;
   int live = 0;
+  MemberName names = nullptr;    // of the struct that the kernel asked dynamic_smem for
+  bool several_structs = false;  // it asked for more than one, so an address has no one name
 
   std::vector<uint32_t> tmem;  // [128 lanes][512 columns], once something is allocated
   std::vector<TensorCell> tmem_shadow;
@@ -306,7 +309,8 @@ class Machine {
   [[noreturn]] void stop(Kind kind, const std::string& text);  // a misuse after which nothing sensible can follow
   std::string describe(const Thread& t) const;                 // "CTA 1 thread 37"
   std::string describe(const Epoch& e);                        // "cp.async of CTA 0 thread 5 at file.cu:12"
-  std::string place(uint32_t address) const;                   // "shared +0x400 of CTA 1"
+  std::string place(uint32_t address) const;                   // "shared part[3] of CTA 1"
+  std::string place_in_cta(uint32_t address) const;            // "part[3]", or "+0x400" if that has no name
 
   // ---- scheduling (scheduler.cpp) ----
   void block(const char* what, uint32_t address = 0, int parity = -1);

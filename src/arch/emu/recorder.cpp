@@ -393,7 +393,7 @@ std::string Recorder::place_of(SiteId site) const { return to_string(machine_.si
 std::string Recorder::name_of(uint64_t barrier) const {
   switch (barrier >> 32) {
     case 0:
-      return format("mbarrier +0x%x", offset_of(uint32_t(barrier)) - kReservedBytes);
+      return "mbarrier " + machine_.place_in_cta(uint32_t(barrier));
     case 1:
       return format("barrier %d", int(barrier & 255));
     case 2:

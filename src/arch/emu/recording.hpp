@@ -15,7 +15,7 @@ namespace hopwell::arch::emu {
 /// An interval of a timeline, in cycles of the time model: see LaunchRecord.
 struct Span {
   double begin, end;
-  std::string what;  // text for the reader: "waits for the mbarrier at +0x8000, kernel.cu:41"
+  std::string what;  // text for the reader: "waits for mbarrier full[1] at kernel.cu:41"
 };
 
 /// Busy intervals of one warp or of one engine of a CTA, and its waits in between.

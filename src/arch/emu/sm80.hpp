@@ -5,6 +5,7 @@
 
 #include "../platform.hpp"
 #include "launch.hpp"
+#include "members.hpp"
 
 namespace hopwell::arch::emu {
 
@@ -13,7 +14,7 @@ const Index& thread_index();
 const Index& block_index();
 const Extent& block_extent();
 const Extent& grid_extent();
-void* dynamic_shared();
+void* dynamic_shared(MemberName names);        // null: no names for findings
 uint32_t shared_address(const void* pointer);  // stops if the pointer is not in shared memory
 void yield();                                  // lets other threads run: for polling loops
 

@@ -19,7 +19,7 @@ HOPWELL_DEVICE Storage& dynamic_smem() {
 #if HOPWELL_ON_DEVICE
   return *reinterpret_cast<Storage*>(dynamic_shared_memory);
 #else
-  return *static_cast<Storage*>(emu::dynamic_shared());
+  return *static_cast<Storage*>(emu::dynamic_shared(emu::member_name<Storage>()));
 #endif
 }
 
