@@ -104,6 +104,11 @@ FREE = {
     "normalize_l1": {("attn", 0), ("attn", 1)},
     "kv_compress_backward": {("d_out", 0)},
     "mla_cache_append": {("cache", 0), ("cache", 1), ("cos_sin", 0)},
+    "sparse_mla_decode": {
+        *((name, axis) for name in ("cache", "extra_cache") for axis in (0, 1)),
+        *((name, 2) for name in ("indices", "extra_indices")),
+        *((name, 1) for name in ("block_tables", "extra_block_tables")),
+    },
 }
 
 
@@ -123,7 +128,7 @@ def test_wrong_size(operator: str, name: str) -> None:
 def test_a_last_dimension_with_gaps(operator: str, name: str) -> None:
     call = make(operator)
     value = call.arguments[name]
-    if value.ndim < 2 or operator == "nvfp4_gemv" or name == "lse":
+    if value.ndim < 2 or operator == "nvfp4_gemv" or name in ("lse", "topk_length"):
         return  # free strides, or an order of their own
     gaps = np.zeros((*value.shape[:-1], 2 * value.shape[-1]), value.dtype)[..., ::2]
     with pytest.raises(ValueError, match=rf"{operator}: {name} must be contiguous"):
@@ -311,6 +316,57 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("mla_cache_append", {"rope_offset": 529}, "rope_offset must be between 0 and d - r = 528; got 529"),
         ("mla_cache_append", {"rope_offset": -1}, "rope_offset must be between 0 and d - r = 528; got -1"),
         ("mla_cache_append", {"scale_format": "linear"}, "scale_format must be "),
+        ("sparse_mla_decode", {"q": np.zeros((3, 2, 3, 512), np.float32)}, "extra_cache must be of the row format of "),
+        (
+            "sparse_mla_decode",
+            {"cache": np.zeros((9, 5, 600), np.uint8)},
+            "cache must be rows of 656 (V3.2), 576 (one scale) bytes for d = 576; got 600",
+        ),
+        ("sparse_mla_decode", {"cache": np.zeros((9, 0, 656), np.uint8)}, "cache must be in blocks of 1 to 65536 rows"),
+        ("sparse_mla_decode", {"indices": np.zeros((3, 2, 9))}, "indices must be int32 [b=3, q_len=2, topk]; got "),
+        (
+            "sparse_mla_decode",
+            {"indices": np.zeros((3, 9), np.int32)},
+            "indices must be int32 [b=3, q_len=2, topk]; got ",
+        ),
+        ("sparse_mla_decode", {"topk_length": np.zeros(2, np.int32)}, "topk_length must be int32 [b=3]; got "),
+        (
+            "sparse_mla_decode",
+            {"context_lens": np.zeros((3, 3), np.int32)},
+            "context_lens must be int32 [b=3, q_len=2]",
+        ),
+        ("sparse_mla_decode", {"block_tables": None}, "context_lens needs block_tables"),
+        (
+            "sparse_mla_decode",
+            {"block_tables": None, "context_lens": None},
+            "block_tables and extra_block_tables are given together, because both caches have block tables or none",
+        ),
+        ("sparse_mla_decode", {"extra_cache": None}, "extra_cache and extra_indices are given together"),
+        ("sparse_mla_decode", {"extra_indices": None}, "extra_cache and extra_indices are given together"),
+        ("sparse_mla_decode", {"extra_cache": None, "extra_indices": None}, "extra_topk_length needs extra_cache"),
+        (
+            "sparse_mla_decode",
+            {"extra_cache": None, "extra_indices": None, "extra_topk_length": None},
+            "extra_block_tables needs extra_cache",
+        ),
+        (
+            "sparse_mla_decode",
+            {"extra_cache": np.zeros((7, 7, 576), np.uint8)},
+            "extra_cache must be of the row format of ",
+        ),
+        ("sparse_mla_decode", {"kv_scale": 0.5}, "kv_scale needs a cache of bytes with one scale"),
+        (
+            "sparse_mla_decode",
+            {"rope_cache": np.zeros((9, 5, 552), np.uint8)},
+            "cache must be rows of 24 (one scale) bytes for d = 24; got 656",
+        ),
+        ("sparse_mla_decode", {"keys_per_split": 0}, "keys_per_split must be a positive multiple of 64; got 0"),
+        ("sparse_mla_decode", {"keys_per_split": 100}, "keys_per_split must be a positive multiple of 64; got 100"),
+        ("sparse_mla_decode", {"keys_per_split": -64}, "keys_per_split must be a positive multiple of 64; got -64"),
+        ("sparse_mla_decode", {"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got "),
+        ("sparse_mla_decode", {"d_v": 0}, "d_v must be between 1 and d_qk = 576; got 0"),
+        ("sparse_mla_decode", {"d_v": 577}, "d_v must be between 1 and d_qk = 576; got 577"),
+        ("sparse_mla_decode", {"sm_scale": float("inf")}, "sm_scale must be finite; got inf"),
         ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
         ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
         ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),

@@ -31,9 +31,7 @@ def _per_query(argument: str, x: Tensor, b: int, q_len: int) -> Int64:
     return counts
 
 
-def _slots(
-    entries: Int64, table: Int64 | None, visible: int, length: int, blocks: int, block: int
-) -> Int64:
+def _slots(entries: Int64, table: Int64 | None, visible: int, length: int, blocks: int, block: int) -> Int64:
     """The slots that the valid entries of a row name, in order."""
     entries = entries[: max(length, 0)]
     if table is None:
@@ -67,7 +65,9 @@ def _selected(
     tables = None
     if block_tables is not None:
         tables = as_indices(NAME, f"{prefix}block_tables", block_tables)
-        require(tables.ndim == 2 and len(tables) == b, NAME, f"{prefix}block_tables", "[b, max_blocks]", describe(tables))
+        require(
+            tables.ndim == 2 and len(tables) == b, NAME, f"{prefix}block_tables", "[b, max_blocks]", describe(tables)
+        )
     every = np.iinfo(np.int64).max
     return [
         [
@@ -110,8 +110,8 @@ def sparse_mla_decode(
 
     score[h, j] = sm_scale·q[h]·K[slot_j] over the valid entries of a query's row of indices, then of extra_indices;
     out = softmax(score)·K[:, :d_v] / (1 + exp(attn_sink − lse)). Without a valid entry out is 0 and lse +inf. The value
-    of a quantised row is that of `read_mla_cache`. keys_per_split says in which order a backend adds; it changes nothing
-    here.
+    of a quantised row is that of `read_mla_cache`. keys_per_split says in which order a backend adds, and changes
+    nothing here.
     """
     queries = as_float64(q)
     flat = queries.ndim == 3
@@ -121,7 +121,9 @@ def sparse_mla_decode(
     b, q_len, h_q, d_qk = queries.shape
     require(1 <= d_v <= d_qk, NAME, "d_v", f"between 1 and {d_qk}", d_v)
     require(bool(np.isfinite(sm_scale)), NAME, "sm_scale", "finite", sm_scale)
-    require(keys_per_split >= 64 and keys_per_split % 64 == 0, NAME, "keys_per_split", "a multiple of 64", keys_per_split)
+    require(
+        keys_per_split >= 64 and keys_per_split % 64 == 0, NAME, "keys_per_split", "a multiple of 64", keys_per_split
+    )
     width = d_qk if rope_cache is None else d_v
     first = _Cache(NAME, cache, width, with_index_rows=False)
     _one_scale(NAME, first, kv_scale)
@@ -159,13 +161,12 @@ def sparse_mla_decode(
     for s in range(b):
         for i in range(q_len):
             keys = rows(s, i)
-            if len(keys) == 0:
-                continue
             with np.errstate(invalid="ignore", over="ignore"):
                 peak, log_sum, log_p = log_softmax(sm_scale * (queries[s, i] @ keys.T))
-                lses[s, i] = peak + log_sum
+                empty = np.isneginf(log_sum)
                 factor = 1.0 / (1.0 + np.exp((sinks - peak) - log_sum))
-                outs[s, i] = (np.exp(log_p) @ keys[:, :d_v]) * factor[:, None]
+                lses[s, i] = np.where(empty, np.inf, peak + log_sum)
+                outs[s, i] = np.where(empty[:, None], 0.0, (np.exp(log_p) @ keys[:, :d_v]) * factor[:, None])
     if flat:
         outs, lses = outs[:, 0], lses[:, 0]
     return deliver(NAME, "out", outs, out), deliver(NAME, "lse", lses, lse)

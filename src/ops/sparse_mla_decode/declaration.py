@@ -17,9 +17,9 @@ sparse_mla_decode = Operator(
         name the format. An entry of indices is a slot, and with block_tables a position p: slot
         block_tables[s, p div block] * block + p mod block. It is valid if it is among the first topk_length entries and
         its slot exists; with block_tables p must be visible, too. Entries that occur twice count twice. A row without a
-        valid entry gives out 0 and lse +inf. Entries of extra_indices join the same softmax. The softmax is computed for
-        splits of keys_per_split entries, each cache by itself, and splits are merged in order. Therefore the results of
-        a query have the same bits in any call with the same keys_per_split. Values of quantised rows are
+        valid entry gives out 0 and lse +inf. Entries of extra_indices join the same softmax. The softmax is computed
+        for splits of keys_per_split entries, each cache by itself, and splits are merged in order. Therefore the
+        results of a query have the same bits in any call with the same keys_per_split. Values of quantised rows are
         bf16(fp32(code * scale)); with one scale for the whole cache, kv_scale multiplies scores and out.
     """,
     arguments=(
