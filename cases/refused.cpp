@@ -242,6 +242,44 @@ const std::vector<Refusals>& all_refusals() {
            {"needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"needs rows of q, kv, out, d_out and dq 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
+      {"sparse_mla_decode",
+       "sm80",
+       {
+           {"needs q of bfloat16", "fp32 fp32_q fp32_v32"},
+           {"needs a cache of bfloat16 rows",
+            "fp32_cache per_tensor per_tensor_any_scales per_tensor_array per_tensor_tables_splits "
+            "per_tensor_two_caches v32 v32_any_scales v32_tables_splits v32_two_caches v32_without_rope "
+            "v32_without_rope_any_scales v32_without_rope_tables_splits v32_without_rope_two_caches v4 v41 "
+            "v41_any_scales v41_tables_splits v41_two_caches v4_any_scales v4_tables_splits v4_two_caches"},
+           {"does not support rope_cache", "rope_cache"},
+           {"does not support extra_cache",
+            "two_caches two_caches_first_empty two_caches_lengths two_caches_second_empty two_caches_tables"},
+           {"needs keys_per_split of at least topk",
+            "splits splits_256 splits_320 splits_empty_rows splits_many_queries splits_of_two_tiles"},
+           {"needs out of bfloat16", "fp32_out"},
+           {"needs d_qk 576 or 512", "d_qk_40"},
+           {"needs d_v 512", "d_v_100"},
+           {"needs q, out and lse with equal distances between all queries", "strided_q_len_3"},
+       }},
+      {"sparse_mla_decode",
+       "sm90",
+       {
+           {"needs q of bfloat16", "fp32 fp32_q fp32_v32"},
+           {"needs a cache of bfloat16 rows",
+            "fp32_cache per_tensor per_tensor_any_scales per_tensor_array per_tensor_tables_splits "
+            "per_tensor_two_caches v32 v32_any_scales v32_tables_splits v32_two_caches v32_without_rope "
+            "v32_without_rope_any_scales v32_without_rope_tables_splits v32_without_rope_two_caches v4 v41 "
+            "v41_any_scales v41_tables_splits v41_two_caches v4_any_scales v4_tables_splits v4_two_caches"},
+           {"does not support rope_cache", "rope_cache"},
+           {"does not support extra_cache",
+            "two_caches two_caches_first_empty two_caches_lengths two_caches_second_empty two_caches_tables"},
+           {"needs keys_per_split of at least topk",
+            "splits splits_256 splits_320 splits_empty_rows splits_many_queries splits_of_two_tiles"},
+           {"needs out of bfloat16", "fp32_out"},
+           {"needs d_qk 576 or 512", "d_qk_40"},
+           {"needs d_v 512", "d_v_100"},
+           {"needs q, out and lse with equal distances between all queries", "strided_q_len_3"},
+       }},
       {"sparse_mla_forward",
        "sm80",
        {

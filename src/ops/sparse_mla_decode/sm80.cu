@@ -22,11 +22,10 @@ runtime::PlanOr<forward::Problem> plan(const Problem& p) {
 
 template <int kDqk>
 void launch_with_width(const Problem& problem, const forward::Problem& f, Stream stream) {
-  const arch::LaunchShape shape{
-      .grid = {static_cast<std::uint32_t>(f.s_q),
-               static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
-      .threads = Config::kThreads,
-      .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(f.s_q),
+                                         static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
+                                .threads = Config::kThreads,
+                                .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
   runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::kernel<kDqk, PagedParams>, shape, stream,
                   params_of(problem, f));
 }
