@@ -407,7 +407,7 @@ class Decode:
     def run(self, sequences: slice, queries: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse of these queries and heads."""
         cache, tables = self.paged(self.kv[sequences])
-        # Counts of a sequence are those of its last query, whichever that is in this call.
+        # A sequence's count belongs to its last query in this call.
         lens = self.lens[sequences] - (self.q_len - queries.stop)
         given: dict[str, Any] = {
             "block_tables": tables,

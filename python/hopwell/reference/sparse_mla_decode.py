@@ -134,7 +134,7 @@ def sparse_mla_decode(
     visible = None
     if context_lens is not None:
         visible = _per_query("context_lens", context_lens, b, q_len)
-        if as_array(context_lens).ndim == 1:  # query i sees itself and what is before it
+        if as_array(context_lens).ndim == 1:  # query i sees itself and all earlier positions
             visible = visible - q_len + 1 + np.arange(q_len)
     chosen = _selected("", first, indices, topk_length, block_tables, visible, b, q_len)
 

@@ -109,7 +109,7 @@ class TileAttention {
   TileAttention(std::int64_t heads, std::int64_t d_qk, std::int64_t tile)
       : heads_(heads), d_qk_(d_qk), tile_(tile), q_(heads * d_qk), scores_(heads * tile) {}
 
-  // Sets `softmax` to that of `count` keys, rows [count, d_qk]. q() has the query's heads.
+  // Sets `softmax` from `count` keys, rows [count, d_qk]. q() has the query's heads.
   void attend(const float* rows, std::int64_t count, float sm_scale, PartialSoftmax& softmax) {
     products_.nt(heads_, count, d_qk_, q_.get(), d_qk_, rows, d_qk_, false, scores_.get(), tile_);
     softmax.set(products_, scores_.get(), tile_, sm_scale, rows, d_qk_, count);

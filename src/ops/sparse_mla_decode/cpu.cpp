@@ -79,7 +79,7 @@ class Worker {
         rows_(longest_tile * problem.d_qk),
         sm_scale_(problem.sm_scale * kv_scale_of(problem)) {}
 
-  // Sets `softmax` to that of one tile of query i of sequence b.
+  // Sets `softmax` from one tile of query i of sequence b.
   void attend(std::int64_t b, std::int64_t i, const Tile& tile, PartialSoftmax& softmax) {
     softmax.clear();
     const std::int64_t count = gather(b, i, tile);

@@ -75,9 +75,7 @@ sparse_mla_decode = Operator(
             shape="[b, q_len, extra_topk] or [b, extra_topk]",
             optional=True,
         ),
-        Tensor(
-            "extra_topk_length", "topk_length of extra_indices.", dtype="int32", shape=PER_QUERY, optional=True
-        ),
+        Tensor("extra_topk_length", "topk_length of extra_indices.", dtype="int32", shape=PER_QUERY, optional=True),
         Tensor(
             "extra_block_tables",
             "Block tables of extra_cache. Both caches have tables, or none.",

@@ -42,6 +42,5 @@ def sparse_mla_decode(b: int = 8, q_len: int = 1, h_q: int = 8, topk: int = 2048
         read,
         [torch_peer("torch eager", pytorch, read)],
         copies=copies,
-        flops=2 * b * q_len * h_q * topk * (D_QK + D_V),
         bytes=size,
     )

@@ -80,7 +80,7 @@ def sparse_mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one or a few query tokens a sequence over selected rows of paged caches of latents.
 
-    The arguments are those of `hopwell.sparse_mla_decode`. Returns out, with q's dtype and d_v columns, and lse float32
+    `hopwell.sparse_mla_decode` has the same arguments. Returns out, with q's dtype and d_v columns, and lse float32
     with q's shape without the last dimension. It has no gradients.
     """
     scale = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
