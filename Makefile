@@ -26,6 +26,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make demo` leaves out of a first build, and any `make build` then adds in the same folder: the command, the tests, the
 # emulated GPUs and, where there is no NVIDIA device, kernels for one.
 GPU ?= $(wildcard /dev/nvidia[0-9]*)
+# Without a device `make test` compiles each kernel for one architecture only. Another `make build` adds the others.
+COMPILE_ONLY := OFF
+test test-cpp test-python test-install: COMPILE_ONLY = $(if $(GPU),OFF,ON)
 LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF $(if $(GPU),,-DHOPWELL_CUDA=OFF)
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
@@ -45,7 +48,7 @@ environment: packages
 
 # What needs no Python is compiled while pip fetches and unpacks torch.
 build: packages
-	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null
+	@cmake --preset $(PRESET) -DHOPWELL_COMPILE_ONLY=$(COMPILE_ONLY) --log-level=WARNING >/dev/null
 	@$(MAKE) --no-print-directory --jobs 2 environment compile
 	@$(INSTALL_PACKAGE)
 
@@ -100,7 +103,7 @@ SCHEDULES ?= 10
 nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
-	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
+	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) --nightly || exit 1; done
 	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python

@@ -123,6 +123,7 @@ Suite attention_distribution() {
     add("many_keys_h_q_" + std::to_string(h_q) + "_not_ascending_as_said", problem, HOPWELL_NORMALIZE_NONE, true)
         .device_only = true;
   }
+  for (const std::string& name : long_sparse_mla_cases()) leave_to_nightly(suite, {name, name + "_l1"});
   suite.bench = [](const Settings& settings, Random& random) {
     const SparseMla problem = sparse_mla_from(settings);
     return make(random, problem, {.ascending = problem.indices == SparseMla::Indices::kAscending}, true);

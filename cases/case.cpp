@@ -246,6 +246,15 @@ std::int64_t number(const Settings& settings, const std::string& key) {
   return value;
 }
 
+void leave_to_nightly(Suite& suite, const std::vector<std::string>& names) {
+  for (const std::string& name : names) {
+    const auto of_name = [&](const Case& c) { return c.name == name; };
+    const auto found = std::find_if(suite.cases.begin(), suite.cases.end(), of_name);
+    if (found == suite.cases.end()) throw std::logic_error(suite.op + " has no case " + name);
+    found->nightly = true;
+  }
+}
+
 Comparison compare(const Output& output) {
   Comparison result{.output = output.array->name(), .failure = {}};
   const Array& array = *output.array;

@@ -160,12 +160,14 @@ struct Case {
   bool device_only = false;           // too large for anything but a GPU
   bool emulated = true;               // false: too large for the emulator
   bool for_model = false;             // emulated only for the time model
+  bool nightly = false;               // emulated by `make nightly` only, because shorter cases reach the same code
   std::string_view emulated_on = {};  // such as "emu:sm90", if the case covers no further code on other backends
   bool on_cpu = true;                 // false: not on the CPU either, which would take long
-  [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
+  [[nodiscard]] bool suits(const std::string& backend, bool modelled = false, bool at_night = false) const {
     if (backend == "cpu" && !on_cpu) return false;
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
-    return emulated && !device_only && (modelled || !for_model) && (emulated_on.empty() || backend == emulated_on);
+    return emulated && !device_only && (modelled || !for_model) && (at_night || !nightly) &&
+           (emulated_on.empty() || backend == emulated_on);
   }
 };
 
@@ -182,6 +184,9 @@ struct Suite {
   std::function<Instance(const Settings& settings, Random& random)> bench;
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
 };
+
+// Marks the cases of these names as nightly. Each name must be that of a case.
+void leave_to_nightly(Suite& suite, const std::vector<std::string>& names);
 
 const std::vector<Suite>& suites();  // all operators, in the order of src/ops
 

@@ -671,9 +671,9 @@ std::vector<std::pair<std::string, Settings>> device_shapes() {
           {"vllm", with(speech, "layout", "vllm")}};
 }
 
-// Both GPU kernels use the same tiles, and clusters take five times as long on the emulator. So emu:sm90 runs a selection:
-// cases that are the first with their tile, or the first in which their kind of tile meets an option. emu:sm80 runs all.
-std::vector<std::string> cluster_features(const Config& c) {
+// The emulator runs a selection: cases that are the first with their tile, or the first in which their kind of tile meets
+// an option. The others are nightly.
+std::vector<std::string> features_of(const Config& c) {
   const bool vllm = c.layout == HOPWELL_CACHE_VLLM, wide = c.d > 128, half = c.dtype != DType::kFloat32;
   const bool fused = c.bias == BiasForm::kFused;
   const std::int64_t queries = c.h_q / c.h_kv * c.queries();
@@ -717,16 +717,16 @@ std::vector<std::string> cluster_features(const Config& c) {
   add_if(c.max_blocks >= 0, c.max_blocks == 0 ? " no blocks" : " blocks");
   return features;
 }
-void select_for_clusters(std::vector<Config>& all) {
+void select_for_the_emulator(std::vector<Config>& all) {
   std::set<std::string> seen;
   for (Config& c : all) {
-    // A case that clusters do not support shows that, and covers nothing.
+    // A case that clusters do not support, or that one backend runs, covers nothing of the other.
     if (!c.emulated || c.far || !c.emulated_on.empty() || !refusal("paged_attention", c.name, "sm90").empty()) continue;
-    const std::vector<std::string> features = cluster_features(c);
+    const std::vector<std::string> features = features_of(c);
     const bool first_of_row = c.name.starts_with("row_of_");  // chosen by the division of rows
     const std::size_t before = seen.size();
     seen.insert(features.begin(), features.end());
-    if (seen.size() == before && !first_of_row) c.emulated_on = "emu:sm80";
+    c.nightly = seen.size() == before && !first_of_row;
   }
 }
 
@@ -743,7 +743,7 @@ Suite paged_attention() {
   add_groups(all);
   add_large_groups(all);
   add_exact_queries(all);
-  select_for_clusters(all);
+  select_for_the_emulator(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,
@@ -751,6 +751,7 @@ Suite paged_attention() {
                            .make = [c](Random& random) { return paged::make(c, random); },
                            .device_only = c.far,
                            .emulated = c.emulated,
+                           .nightly = c.nightly,
                            .emulated_on = c.emulated_on});
   return suite;
 }

@@ -47,6 +47,7 @@ struct Config {
   // As Case::emulated_on. Both GPU kernels use the same tiles. emu:sm90 with its clusters takes five times as long as
   // emu:sm80, so it runs each tile, number of queries, layout and type, but not all combinations.
   std::string_view emulated_on = {};
+  bool nightly = false;  // as Case::nightly
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }
   [[nodiscard]] std::int64_t queries() const { return std::max<std::int64_t>(q_len, 1); }

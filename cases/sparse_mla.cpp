@@ -713,6 +713,20 @@ void choose_backends_of_groups(Case& c, const SparseMla& problem) {
   c.on_cpu = problem.s_kv < 65536;
 }
 
+std::vector<std::string> long_sparse_mla_cases() {
+  return {"topk_2048",
+          "many_tiles_h_q_40",
+          "large_scores_h_q_192",
+          "h_q_256",
+          "causal_start",
+          "kv_stride_4",
+          "key_ranges_start",
+          "key_ranges_kv_stride_4_positions",
+          "dense_h_q_200",
+          "dense_key_ranges_h_q_40",
+          "dense_key_ranges_kv_stride_4_positions"};
+}
+
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
   return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},
           {"more_tiles", {.s_q = 300, .h_q = 65, .topk = 200, .indices = SparseMla::Indices::kInvalid}},

@@ -366,6 +366,12 @@ Suite sparse_mla_backward() {
         add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true}), problem);
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, {.deterministic = false}).device_only = true;
+  leave_to_nightly(suite, long_sparse_mla_cases());
+  leave_to_nightly(suite, {"production", "causal_positions", "dense_h_q_128", "hot_row", "h_q_128_hot_row",
+                           "only_dq_many_keys", "only_dkv_many_keys", "only_d_sink_many_keys", "only_attn_many_keys",
+                           "accumulate_many_keys", "not_deterministic_many_keys",
+                           "only_dkv_not_deterministic_many_keys", "share_keys_h_q_128", "share_keys_none_shared",
+                           "share_keys_none_shared_long_rows", "share_keys_many_keys", "window_hca_h_q_128"});
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
     for (auto& [name, settings] : *shapes) {
       settings["deterministic"] = settings["attn"] = settings["share_keys"] = "0";

@@ -132,6 +132,7 @@ Suite sparse_mla_forward() {
       choose_backends_of_groups(add("share_keys_" + name, problem, {.share_keys = true}), problem);
   for (const auto& [name, problem] : sparse_mla_query_problems({16, 32, 64, 128})) add(name, problem).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems()) add(name, problem).device_only = true;
+  leave_to_nightly(suite, long_sparse_mla_cases());
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
     for (auto& [name, settings] : *shapes) {
       settings["share_keys"] = "0";

@@ -4,9 +4,12 @@ set(HOPWELL_TARGETS sm80 sm90 sm100)
 
 # What nvcc compiles each target for. sm_90a code runs on that chip only, sm_100f code on B200, GB200 and B300 (compute capability
 # 10.x). An older compiler has only sm_100a, which does not run on B300.
-set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # 80: also PTX for later chips. Hopper machines may lack a PTX compiler
+# 80: also PTX for later chips. Hopper machines may lack a PTX compiler.
+set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")
 if(HOPWELL_EVERY_GPU)  # 8.6 and 8.9 run the code of 8.0; 10.3 runs the code of 10.0
   set(HOPWELL_ARCHITECTURE_sm80 "80;90-real;100-real;120-real")
+elseif(HOPWELL_COMPILE_ONLY)  # on a machine without a GPU: every kernel is compiled, but once
+  set(HOPWELL_ARCHITECTURE_sm80 80)
 endif()
 set(HOPWELL_ARCHITECTURE_sm90 90a)
 set(HOPWELL_ARCHITECTURE_sm100 100f)

@@ -123,7 +123,7 @@ int check(const CheckOptions& options) {
         Tally tally;
         int cases_left = options.quick ? kQuickCases : std::numeric_limits<int>::max();
         for (const cases::Case& c : suite.cases) {
-          if (!c.suits(backend, options.model)) continue;
+          if (!c.suits(backend, options.model, options.nightly || !options.cases.empty())) continue;
           if (!matches(c.name, options.cases.empty() ? "*" : options.cases)) {
             if (std::find(names.begin(), names.end(), c.name) == names.end()) names.push_back(c.name);
             continue;

@@ -20,7 +20,7 @@ const cases::Case& case_named(const EmulateOptions& options) {
   for (const cases::Suite& suite : cases::suites()) {
     if (suite.op != options.op) continue;
     for (const cases::Case& c : suite.cases) {
-      if (!c.suits(options.backend, true)) continue;
+      if (!c.suits(options.backend, true, true)) continue;
       if (c.name == options.name) return c;
       names.push_back(c.name);
     }

@@ -93,6 +93,8 @@ CLI::App* add_check(CLI::App& app, CheckOptions& options) {
       ->add_option("--seeds", options.seeds,
                    "random inputs a case (default: 1); on emu: backends each under two schedules")
       ->check(CLI::Range(1, 1000000));
+  command->add_flag("--nightly", options.nightly,
+                    "on emu: backends also the long cases whose code shorter cases reach; --case runs them too");
   const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
   command->add_option("--device", options.device, "the CUDA device, where there are several")
       ->check(CLI::Range(0, last_device));

@@ -1,5 +1,7 @@
 #include "runtime/backend.hpp"
 
+#include <hopwell/hopwell.h>
+
 #include <algorithm>
 #include <new>
 

@@ -62,7 +62,7 @@ def test_sinks_that_are_finite_have_a_gradient(backend: str, rng: np.random.Gene
     assert (got[2][1:] == 0).all()
     assert got[2][0] != 0
     for mine, wanted in zip(got, expected, strict=True):
-        assert norm_error(mine.cpu(), wanted) < 4e-3
+        assert norm_error(mine.cpu(), wanted) < 6e-3  # more than for the out of a forward: sums of dq cancel more
 
 
 @pytest.mark.parametrize("scale", [3.4e38, -3.4e38])
