@@ -41,3 +41,9 @@ def scales_shape(x: Array, scale_layout: Any) -> tuple[int, ...]:
     rows, k = dims(x, 2)
     groups = k // 16
     return (-(-rows // 128) * 128, -(-groups // 4) * 4) if scale_layout == "blocked" else (rows, groups)
+
+
+def decode_shape(q: Array, d_v: Any) -> tuple[int, ...]:
+    """q's shape with d_v columns."""
+    shape = shape_of(q)
+    return (*shape[:-1], extent(d_v, shape[-1] if shape else 0))

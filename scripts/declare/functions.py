@@ -322,7 +322,7 @@ class Body:
             if isinstance(one, PythonOnly) and output.name in one.of.split():
                 return (one.name, f'"{one.name}"') if one.default is not None else (f"{one.name} or {like}", "")
         if output.dtype.startswith("like "):
-            name = output.dtype.removeprefix("like ")
+            name = output.dtype.removeprefix("like ").split(" | ")[0]
             return (like if name == self.like else f"dtype_of({name})"), ""
         return f'"{declarations.dtypes(output.dtype)[0]["dtype"]}"', ""
 

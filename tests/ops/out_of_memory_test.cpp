@@ -123,6 +123,7 @@ const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
     {"kv_compress", {"documents"}},
     {"kv_compress_backward", {"documents", "v4_hca"}},
     {"mla_cache_append", {"v32", "rotated_few"}},
+    {"sparse_mla_decode", {"splits", "v4_two_caches"}},
 };
 
 TEST_P(OutOfMemory, IsAnError) {

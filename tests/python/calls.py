@@ -180,6 +180,32 @@ def kv_compress_backward(rng: Rng, dtype: str) -> Call:
     return Call("kv_compress_backward", arguments, bounds, ("d_kv", "d_gate"))
 
 
+def sparse_mla_decode(rng: Rng, dtype: str) -> Call:
+    """Rows of V3.2 behind block tables, and a second cache; splits."""
+    b, q_len, h_q, blocks, block = 3, 2, 3, 9, 5
+    caches = []
+    for shape in ((blocks, block, 656), (blocks - 2, block + 2, 656)):
+        kv = _normal(rng, (shape[0] * shape[1], 576), dtype)
+        caches.append(reference.mla_cache_append(kv, np.zeros(shape, np.uint8), np.arange(len(kv))))
+    arguments = {
+        "q": _normal(rng, (b, q_len, h_q, 576), dtype, 0.3),
+        "cache": caches[0],
+        "indices": rng.integers(-3, 40, (b, q_len, 150)).astype(np.int32),
+        "sm_scale": 0.3,
+        "d_v": 24,
+        "block_tables": rng.integers(-1, blocks, (b, 7)).astype(np.int32),
+        "context_lens": np.array([12, 35, 23], np.int32),
+        "topk_length": rng.integers(70, 151, (b, q_len)).astype(np.int32),
+        "extra_cache": caches[1],
+        "extra_indices": rng.integers(-3, 40, (b, q_len, 70)).astype(np.int32),
+        "extra_topk_length": np.array([70, 3, 64], np.int32),
+        "extra_block_tables": rng.integers(0, blocks - 2, (b, 6)).astype(np.int32),
+        "attn_sink": _normal(rng, (h_q,), "float32"),
+        "keys_per_split": 64,
+    }
+    return Call("sparse_mla_decode", arguments, (_bound(dtype), 1e-5), ("out", "lse"))
+
+
 def mla_cache_append(rng: Rng, dtype: str) -> Call:
     def grid(shape: tuple[int, ...], step: float) -> Any:  # a rotation by these has one right result
         return rng.integers(-8, 9, shape) * step

@@ -31,6 +31,7 @@ TESTS = {
     "lightning_indexer": "test_reference_lightning_indexer.py",
     "kv_compress": "test_reference_kv_compress.py",
     "mla_cache": "test_reference_mla_cache.py",
+    "sparse_mla_decode": "test_reference_sparse_mla_decode.py",
 }
 
 
@@ -199,6 +200,37 @@ BUGS = [
         "of_bias.__setitem__((window.places[:, None], at), ",
         "d_position_bias of the last window alone",
     ),
+    Bug("sparse_mla_decode", "visible - q_len + 1 +", "visible - q_len +", "a query does not see itself"),
+    Bug("sparse_mla_decode", "as_array(context_lens).ndim == 1", "True", "counts of queries taken for a sequence's"),
+    Bug("sparse_mla_decode", "min(visible, len(table) * block)", "len(table) * block", "context_lens ignored"),
+    Bug("sparse_mla_decode", "pages < blocks", "pages <= blocks", "one page too many"),
+    Bug("sparse_mla_decode", "entries < blocks * block", "entries <= blocks * block", "one slot too many"),
+    Bug("sparse_mla_decode", "(pages >= 0) &", "", "negative pages count from the end"),
+    Bug(
+        "sparse_mla_decode",
+        "pages * block + entries % block",
+        "pages * block + entries // block",
+        "the wrong row of a page",
+    ),
+    Bug("sparse_mla_decode", "[: max(length, 0)]", "[: max(length, 1)]", "topk_length 0 taken for 1"),
+    Bug("sparse_mla_decode", "np.where(empty, np.inf, peak + log_sum)", "peak + log_sum", "lse of an empty row −inf"),
+    Bug("sparse_mla_decode", " * factor[:, None])", ")", "sink dropped from the output"),
+    Bug(
+        "sparse_mla_decode",
+        "extra_topk_length, extra_block_tables, None, b",
+        "topk_length, extra_block_tables, None, b",
+        "the other cache's lengths",
+    ),
+    Bug(
+        "sparse_mla_decode",
+        "extra_block_tables, None, b, q_len",
+        "extra_block_tables, visible, b, q_len",
+        "context_lens applied to the second cache",
+    ),
+    Bug(
+        "sparse_mla_decode", "if more is not None and extra_cache is not None:", "if False:", "the second cache dropped"
+    ),
+    Bug("sparse_mla_decode", "cache, slots, width, kv_scale", "cache, slots, width", "kv_scale dropped"),
     Bug("mla_cache", "2.0**exponent < amax", "2.0**exponent <= amax", "a scale too large where amax is 448 times it"),
     Bug("mla_cache", "np.where(np.isfinite(x), codes", "np.where(~np.isnan(x), codes", "infinities saturated"),
     Bug("mla_cache", "np.signbit(quotient)", "quotient < 0", "the sign of zero dropped"),

@@ -85,6 +85,11 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"mla_cache_append {name}"] = *rows, torch.randn(3, 64).to(dtype), *rotation, "fp32"
         one_scale = torch.zeros(2, 4, 512, dtype=torch.uint8), rows[2], *(None,) * 4, True, "pow2", torch.tensor(0.5)
         samples[f"mla_cache_append {name}, one scale"] = rows[0].clone().requires_grad_(), *one_scale
+        decode = torch.randn(2, 3, 512).to(dtype), torch.randn(4, 2, 512), torch.randint(-1, 9, (2, 70)).int(), 0.3, 40
+        samples[f"sparse_mla_decode {name}"] = decode
+        tables = torch.randint(0, 4, (2, 3)).int(), torch.tensor([5, 3]).int(), torch.tensor([70, 9]).int()
+        coded = decode[0], torch.zeros(4, 2, 512, dtype=torch.uint8), *decode[2:]
+        samples[f"sparse_mla_decode {name}, tables"] = *coded, *tables, *(None,) * 5, torch.tensor(0.5), None, None, 64
         for layout in ("plain", "blocked"):
             samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
         samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)

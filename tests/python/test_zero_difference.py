@@ -364,6 +364,79 @@ class Pooling:
         assert same_bits(self.whole[2][tokens], d_gate), f"d_gate {what}"
 
 
+class Decode:
+    """A problem of decode over paged latents, and calls for some of its sequences, queries and heads on other pages."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.rng, self.backend, self.device = rng, backend, device_of(backend)
+        self.on_gpu = backend != "cpu"  # rows of bf16 in one cache, without splits
+        small = rng.integers(2) or self.on_gpu
+        self.b, self.q_len, self.h_q = (3, 3, 20) if small else (9, 2, 20)
+        self.topk = 90 if self.on_gpu else int(rng.choice((90, 700)))
+        self.keys_per_split = 4096 if self.on_gpu else int(rng.choice((64, 256, 640, 1024)))
+        self.d, self.row = (576, 656) if rng.integers(2) else (512, 584)
+        if self.on_gpu:
+            self.row = self.d
+        self.tokens = 150  # of a sequence
+        self.kv, self.extra = random(rng, self.b, self.tokens, self.d), random(rng, 60, self.d)
+        self.q, self.sink = random(rng, self.b, self.q_len, self.h_q, self.d), random(rng, self.h_q).float()
+        self.indices = self.integers(-5, self.tokens, self.b, self.q_len, self.topk)
+        self.lens = self.integers(self.tokens // 2, self.tokens + 1, self.b)
+        self.lengths = self.integers(self.topk // 2, self.topk + 1, self.b, self.q_len)
+        self.others = self.integers(-2, 60, self.b, self.q_len, 70)
+        self.whole = self.run(slice(None), slice(0, self.q_len), slice(None))
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(self.rng.integers(low, high, shape).astype(np.int32))
+
+    def paged(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache with the tokens [b, n, d] of some sequences, in blocks of any size on random pages, and tables."""
+        b, n, _ = tokens.shape
+        block = int(self.rng.choice((1, 7, 16, 64)))
+        pages = -(-n // block)
+        blocks = b * pages + int(self.rng.integers(3))
+        tables = torch.from_numpy(self.rng.permutation(blocks)[: b * pages].reshape(b, pages).astype(np.int32))
+        positions = torch.arange(n)
+        slots = (tables.long()[:, positions // block] * block + positions % block).flatten()
+        if self.row == self.d:
+            cache = torch.full((blocks, block, self.d), float("nan"), dtype=torch.bfloat16)
+        else:
+            cache = torch.full((blocks, block, self.row), 255, dtype=torch.uint8)
+        return hopwell.torch.mla_cache_append(tokens.flatten(0, 1), cache, slots, backend="cpu"), tables
+
+    def run(self, sequences: slice, queries: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse of these queries and heads."""
+        cache, tables = self.paged(self.kv[sequences])
+        # A sequence's count belongs to its last query in this call.
+        lens = self.lens[sequences] - (self.q_len - queries.stop)
+        given: dict[str, Any] = {
+            "block_tables": tables,
+            "context_lens": lens,
+            "topk_length": self.lengths[sequences, queries],
+            "attn_sink": self.sink[heads],
+        }
+        if not self.on_gpu:
+            others, extra_tables = self.paged(self.extra[None].expand(len(tables), -1, -1))
+            given |= {"extra_cache": others, "extra_block_tables": extra_tables}
+            given["extra_indices"] = padded(self.rng, self.others[sequences, queries], -1)
+        indices = padded(self.rng, self.indices[sequences, queries], -1)[..., : 4000 if self.on_gpu else None]
+        arguments = (x.to(self.device) for x in (self.q[sequences, queries, heads].contiguous(), cache, indices))
+        options = {name: x.to(self.device) for name, x in given.items()}
+        return hopwell.sparse_mla_decode(
+            *arguments, SCALE, keys_per_split=self.keys_per_split, backend=self.backend, **options
+        )
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
+        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
+        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
+        heads = some_heads(rng, self.backend, self.h_q)
+        what = f"sequences {sequences}, queries {queries}, heads {heads}, splits of {self.keys_per_split}"
+        for name, whole, mine in zip(("out", "lse"), self.whole, self.run(sequences, queries, heads), strict=True):
+            assert same_bits(whole[sequences, queries, heads], mine), f"{name} of {what}"
+
+
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -499,6 +572,11 @@ def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backend", hopwell.backends("nvfp4_linear_backward"))
 def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
     check_parts(LinearBackward, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("sparse_mla_decode"))
+def test_sparse_mla_decode(backend: str, rng: np.random.Generator) -> None:
+    check_parts(Decode, backend, rng)
 
 
 @pytest.mark.parametrize("backend", hopwell.backends("kv_compress_backward"))

@@ -27,6 +27,7 @@ from .nvfp4 import (
 )
 from .paged_attention import paged_attention
 from .sparse_mla import sparse_mla_backward, sparse_mla_forward
+from .sparse_mla_decode import sparse_mla_decode
 
 __all__ = [
     "attention_distribution",
@@ -47,6 +48,7 @@ __all__ = [
     "paged_attention",
     "read_mla_cache",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
     "unpack_blocked_scales",
 ]

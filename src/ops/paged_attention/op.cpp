@@ -2,24 +2,13 @@
 
 #include <hopwell/operators.hpp>
 
-#include <algorithm>
+#include "ops/common/views.hpp"
 
 namespace hopwell::ops::paged_attention {
 namespace {
 
 constexpr const char* kName = "paged_attention";
 constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxBlock = 256;
-
-// The view with a dimension of size 1 inserted at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
-View unsqueezed(View view, int dim) {
-  const auto at = static_cast<std::size_t>(dim), end = static_cast<std::size_t>(view.ndim);
-  std::copy_backward(view.shape.begin() + dim, view.shape.begin() + view.ndim, view.shape.begin() + view.ndim + 1);
-  std::copy_backward(view.stride.begin() + dim, view.stride.begin() + view.ndim, view.stride.begin() + view.ndim + 1);
-  view.shape[at] = 1;
-  view.stride[at] = at == end ? 1 : 0;
-  ++view.ndim;
-  return view;
-}
 
 // Broadcasts a first dimension of 1 to `size`.
 View broadcast(View view, std::int64_t size) {

@@ -98,6 +98,8 @@ GPU_BOUNDS = {
     ("sparse_mla_forward", "out"): _ROUNDED_OPERAND,
     ("sparse_mla_forward", "max_logits"): _LOGARITHM,
     ("sparse_mla_forward", "lse"): _LOGARITHM,
+    ("sparse_mla_decode", "out"): _ROUNDED_OPERAND,
+    ("sparse_mla_decode", "lse"): _LOGARITHM,
     ("sparse_mla_backward", "dq"): _ROUNDED_OPERAND,
     ("sparse_mla_backward", "dkv"): _ROUNDED_OPERAND,
     ("paged_attention", "lse"): _LOGARITHM,

@@ -1,7 +1,7 @@
 """The expected results of a call, by `hopwell.reference`, with the CPU's bounds; `bounds.py` has the bounds of GPUs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,64 @@ def sparse_mla_forward(a: dict[str, Any]) -> list[Expected]:
         Expected("out", out, BOUNDS[dtype], out_slack, sums=sums),
         Expected("max_logits", peak, 1e-6, peak_slack, elementwise=True),
         Expected("lse", lse, 1e-6, row_slack, elementwise=True),
+    ]
+
+
+def _slots_of_rows(a: dict[str, Any], prefix: str, context_lens: Any, b: int, q_len: int) -> Any:
+    """int64 [b, q_len, topk]: the slot of each entry, −1 for one that is not valid."""
+    entries, cache = np.asarray(a[f"{prefix}indices"]).astype(np.int64), a[f"{prefix}cache"]
+    entries = entries.reshape(b, q_len, entries.shape[-1])
+    blocks, block = cache.shape[:2]
+    numbers = np.arange(entries.shape[2])
+
+    def per_query(counts: Any) -> Any:
+        counts = np.asarray(counts).astype(np.int64)
+        return np.broadcast_to(counts if counts.ndim == 2 else counts[:, None], (b, q_len))[..., None]
+
+    valid = (entries >= 0) & (entries < 2**31)
+    if f"{prefix}topk_length" in a:
+        valid &= numbers < per_query(a[f"{prefix}topk_length"])
+    tables = a.get(f"{prefix}block_tables")
+    if tables is None:
+        return np.where(valid & (entries < blocks * block), entries, -1)
+    if context_lens is not None:
+        later = 0 if context_lens.ndim == 2 else (q_len - 1 - np.arange(q_len))[:, None]
+        valid &= entries < per_query(context_lens) - later
+    valid &= entries < tables.shape[1] * block
+    slots = np.full(entries.shape, -1)
+    for s, i, j in np.argwhere(valid):
+        page = int(tables[s, entries[s, i, j] // block])
+        if 0 <= page < blocks:
+            slots[s, i, j] = page * block + entries[s, i, j] % block
+    return slots
+
+
+def sparse_mla_decode(a: dict[str, Any]) -> list[Expected]:
+    """As the forward over the rows of both caches; the values are the reference's own."""
+    out, lse = reference.sparse_mla_decode(**a)
+    q = a["q"] if a["q"].ndim == 4 else a["q"][:, None]
+    (b, q_len, h_q, d_qk), kv_scale = q.shape, a.get("kv_scale")
+    slots = _slots_of_rows(a, "", a.get("context_lens"), b, q_len)
+    kv = reference.read_mla_cache(a["cache"], np.arange(a["cache"].shape[0] * a["cache"].shape[1]), d_qk, kv_scale)
+    if "extra_cache" in a:
+        extra = _slots_of_rows(a, "extra_", None, b, q_len)
+        slots = np.concatenate([slots, np.where(extra < 0, -1, extra + len(kv))], axis=2)
+        count = a["extra_cache"].shape[0] * a["extra_cache"].shape[1]
+        kv = np.concatenate([kv, reference.read_mla_cache(a["extra_cache"], np.arange(count), d_qk, kv_scale)])
+    of_forward = {
+        "q": q.reshape(b * q_len, h_q, d_qk),
+        "kv": kv,
+        "indices": slots.reshape(b * q_len, slots.shape[2]).astype(np.int32),
+        "sm_scale": a["sm_scale"],
+        "d_v": a["d_v"],
+    } | ({"attn_sink": a["attn_sink"]} if "attn_sink" in a else {})
+    expected_out, _, expected_lse = sparse_mla_forward(of_forward)
+    for mine, value in ((expected_out, out), (expected_lse, lse)):
+        np.testing.assert_allclose(np.asarray(mine.value).reshape(value.shape), value, rtol=1e-7, atol=1e-12)
+    sums = expected_out.sums.reshape(out.shape)
+    return [
+        replace(expected_out, value=out, slack=expected_out.slack.reshape(out.shape), sums=sums),
+        replace(expected_lse, value=lse, slack=expected_lse.slack.reshape(lse.shape)),
     ]
 
 

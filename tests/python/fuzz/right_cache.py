@@ -23,7 +23,7 @@ def _width(maker: Maker) -> tuple[str, int, int]:
     return name, d, d + 4 if name == "index" else d
 
 
-def _cache(maker: Maker, blocks: int, block: int, row: int, dtype: Any) -> Any:
+def make_cache(maker: Maker, blocks: int, block: int, row: int, dtype: Any) -> Any:
     """Blocks of any bytes, one behind or before the other, perhaps with gaps."""
     itemsize = np.dtype(dtype).itemsize
     unit = 16 // itemsize if maker.for_kernels else 1
@@ -88,7 +88,7 @@ def mla_cache_append(draw: st.DrawFn) -> FuzzedCall:
     cache_dtype = maker.choose(np.uint8, np.uint8, np.int8, E4M3)
     if name == "plain":
         cache_dtype = DTYPES[maker.choose(dtype, "bfloat16")]
-    arguments["cache"] = _cache(maker, blocks, block, row, cache_dtype)
+    arguments["cache"] = make_cache(maker, blocks, block, row, cache_dtype)
     arguments["slots"] = _slots(maker, n, blocks * block)
     if is_rotated:
         arguments |= _rotation(maker, n, d)

@@ -20,6 +20,7 @@ INTEGERS: dict[str, tuple[int, ...]] = {  # and values that are out of range
     "window": (-1, -(2**63)),
     "topk": (-1, -(2**63), 2**62, 2**45),
     "rope_offset": (-1, -(2**63), 2**62, 10**9),
+    "keys_per_split": (0, -64, 63, 100, -(2**63)),
 }
 REALS = (*declared.names("Number"), "d_loss")
 GLOBALS = tuple(set(declared.names("NumberOrTensor")) - {"d_loss"})
@@ -30,10 +31,12 @@ OPTIONAL = (
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
     "row_weights", "q_scale", "k_scale", "position_bias", "cu_seqlens", "cu_compressed", "d_kv", "d_gate",
     "window_kv", "w_start", "w_end", "d_window_kv", "k_rope", "positions", "cos_sin", "rope_offset", "kv_scale",
+    "block_tables", "extra_topk_length", "rope_cache",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
     "row_weights", "k_scale", "cu_seqlens", "cu_compressed", "w_start", "w_end", "slots", "positions",
+    "extra_topk_length",
 )  # fmt: skip
 INTS_OF_ANY_WIDTH = ("slots", "positions")
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
@@ -334,6 +337,7 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
     "kv_compress": _POOLING,
     "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
+    "sparse_mla_decode": {"attn_sink": "h_q"},
     "mla_cache_append": {
         "kv": "n columns!",
         "k_rope": "n d_rope!",
@@ -367,6 +371,20 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
         names["k_cache"], names["v_cache"] = _CACHES[a.get("layout", "nhd")]
     if call.operator == "mla_cache_append":
         names |= {"kv": "n columns!", "cache": "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!"}
+    if call.operator == "sparse_mla_decode":
+        flat = a["q"].ndim == 3
+        names["q"] = "b h_q d_qk!" if flat else "b q_len h_q d_qk!"
+        names["out"], names["lse"] = names["q"].replace("d_qk", "d_v"), names["q"].removesuffix(" d_qk!")
+        for prefix in ("", "extra_"):
+            names[f"{prefix}indices"] = "b topk" if flat else "b q_len topk"
+            names[f"{prefix}block_tables"] = "b max_blocks"
+            if isinstance(a.get(f"{prefix}cache"), np.ndarray):
+                names[f"{prefix}cache"] = (
+                    "blocks block row!" if a[f"{prefix}cache"].ndim == 3 else "blocks block 1! row!"
+                )
+            for count in ("context_lens", f"{prefix}topk_length"):
+                if isinstance(a.get(count), np.ndarray):
+                    names[count] = "b" if a[count].ndim == 1 else "b q_len"
     blocked = a.get("scale_layout") == "blocked"
     return {
         name: tuple(dims.split(" "))

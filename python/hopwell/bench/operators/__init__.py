@@ -24,6 +24,7 @@ from .nvfp4 import (
 )
 from .paged_attention import paged_attention
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
+from .sparse_mla_decode import sparse_mla_decode
 
 
 @dataclass
@@ -72,6 +73,12 @@ OPERATORS = {
     "kv_compress": Operator(kv_compress, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
     "kv_compress_backward": Operator(kv_compress_backward, POOLS, [{"s": 1024}], {"s": 64, "d": 32}),
     "mla_cache_append": Operator(mla_cache_append, [{}, {"n": 64}], [{"n": 1024}], {"n": 16}),
+    "sparse_mla_decode": Operator(
+        sparse_mla_decode,
+        [{}, {"b": 64}, {"h_q": 64}, {"h_q": 128}, {"q_len": 2}],
+        [{"b": 1, "topk": 512}],
+        {"b": 2, "h_q": 4, "topk": 70, "context": 128},
+    ),
     "paged_attention": Operator(
         paged_attention,
         [

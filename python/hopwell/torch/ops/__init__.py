@@ -25,6 +25,7 @@ from ._nvfp4 import (
 )
 from ._paged_attention import paged_attention
 from ._sparse_mla import attention_distribution, normalize_l1, sparse_mla, sparse_mla_backward, sparse_mla_forward
+from ._sparse_mla_decode import sparse_mla_decode
 
 __all__ = [
     "attention_distribution",
@@ -47,5 +48,6 @@ __all__ = [
     "read_mla_cache",
     "sparse_mla",
     "sparse_mla_backward",
+    "sparse_mla_decode",
     "sparse_mla_forward",
 ]

@@ -1,0 +1,119 @@
+"""sparse_mla_decode beside sparse_mla_forward over the rows read back: without splits out and lse have equal bits."""
+
+from typing import Any
+
+import hopwell
+import numpy as np
+import pytest
+import torch
+from hopwell.torch import mla_cache_append, read_mla_cache
+
+SCALE = 576**-0.5
+FORMATS = {"bf16": (576, 0), "v32": (576, 656), "v32_without_rope": (512, 656), "v4": (512, 584), "v41": (512, 528)}
+TILE = 512  # entries of a tile on the CPU
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def random(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
+
+
+def filled(rng: np.random.Generator, form: str, blocks: int, block: int, device: str = "cpu") -> torch.Tensor:
+    """A cache whose slots all hold random rows."""
+    d, row = FORMATS[form]
+    rows = random(rng, blocks * block, d).to(device)
+    if form == "bf16":
+        return rows.view(blocks, block, d)
+    cache = torch.zeros(blocks, block, row, dtype=torch.uint8, device=device)
+    return mla_cache_append(rows, cache, torch.arange(blocks * block, device=device))
+
+
+def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(low, high, shape).astype(np.int32))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bits_of_the_forward(form: str, rng: np.random.Generator) -> None:
+    blocks, block, d = 90, 13, FORMATS[form][0]
+    cache = filled(rng, form, blocks, block)
+    values = read_mla_cache(cache, torch.arange(blocks * block), d)
+    q, sink, lengths = random(rng, 3, 2, 5, d), torch.randn(5), integers(rng, 500, 1300, 3, 2)
+    indices = integers(rng, -90, blocks * block + 90, 3, 2, 1300)
+    out, lse = hopwell.sparse_mla_decode(
+        q, cache, indices, SCALE, topk_length=lengths, attn_sink=sink, keys_per_split=2048
+    )
+    flat = q.reshape(6, 5, d), values, indices.reshape(6, 1300), SCALE
+    expected, _, expected_lse = hopwell.sparse_mla_forward(*flat, topk_length=lengths.reshape(6), attn_sink=sink)
+    assert same_bits(out, expected.view(out.shape))
+    assert same_bits(lse, expected_lse.view(lse.shape))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bits_of_two_caches(form: str, rng: np.random.Generator) -> None:
+    """A second cache of up to 512 entries is one more tile of the forward, if the first one's rows fill their tiles."""
+    d = FORMATS[form][0]
+    first, second = filled(rng, form, 40, 16), filled(rng, form, 11, 9)
+    values = torch.cat([read_mla_cache(c, torch.arange(c.shape[0] * c.shape[1]), d) for c in (first, second)])
+    q, entries, others = random(rng, 3, 5, d), integers(rng, 0, 640, 3, 700), integers(rng, 0, 99, 3, 130)
+    out, lse = hopwell.sparse_mla_decode(
+        q, first, entries, SCALE, extra_cache=second, extra_indices=others, keys_per_split=4096
+    )
+    entries = torch.nn.functional.pad(entries, (0, 2 * TILE - 700), value=-1)
+    expected, _, expected_lse = hopwell.sparse_mla_forward(q, values, torch.cat([entries, others + 640], 1), SCALE)
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+
+
+@pytest.mark.parametrize("backend", [b for b in hopwell.backends("sparse_mla_decode") if b != "cpu"])
+@pytest.mark.parametrize("h_q", [5, 20, 64])
+def test_bits_of_the_forward_on_gpus(backend: str, h_q: int, rng: np.random.Generator) -> None:
+    device = "cuda" if backend.startswith("sm") else "cpu"
+    cache = filled(rng, "bf16", 20, 13, device)
+    q, indices = random(rng, 3, 2, h_q, 576).to(device), integers(rng, -20, 280, 3, 2, 200).to(device)
+    given: dict[str, Any] = {"backend": backend}
+    out, lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, keys_per_split=256, **given)
+    flat = q.reshape(6, h_q, 576), cache.view(260, 576), indices.view(6, 200), SCALE
+    expected, _, expected_lse = hopwell.sparse_mla_forward(*flat, **given)
+    assert same_bits(out, expected.view(out.shape))
+    assert same_bits(lse, expected_lse.view(lse.shape))
+
+
+def test_splits_change_last_bits(rng: np.random.Generator) -> None:
+    """Splits change the last bits and no more."""
+    cache = filled(rng, "v32", 30, 10)
+    q, indices = random(rng, 2, 3, 576).float(), integers(rng, 0, 300, 2, 640)
+    whole, whole_lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, keys_per_split=640)
+    out, lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, keys_per_split=64)
+    assert torch.allclose(out, whole, atol=1e-5)
+    assert torch.allclose(lse, whole_lse, atol=1e-6)
+    assert not same_bits(out, whole)
+
+
+def test_reasons(rng: np.random.Generator) -> None:
+    """What GPUs do not support is said in words that name the argument."""
+    gpus = [b for b in hopwell.backends("sparse_mla_decode") if b != "cpu"]
+    if not gpus:
+        pytest.skip("no GPU backend is built")
+    device = "cuda" if gpus[0].startswith("sm") else "cpu"
+    right: dict[str, Any] = {
+        "q": random(rng, 1, 2, 576).to(device),
+        "cache": filled(rng, "bf16", 2, 4, device),
+        "indices": integers(rng, 0, 8, 1, 70).to(device),
+        "sm_scale": SCALE,
+        "keys_per_split": 128,
+        "backend": gpus[0],
+    }
+    hopwell.sparse_mla_decode(**right)
+    extra = {"extra_cache": right["cache"], "extra_indices": right["indices"]}
+    for change, words in (
+        (extra, "does not support extra_cache"),
+        ({"keys_per_split": 64}, "needs keys_per_split of at least topk"),
+        ({"cache": filled(rng, "v32", 2, 4, device)}, "needs a cache of bfloat16 rows"),
+        ({"out": torch.empty(1, 2, 512, device=device)}, "needs out of bfloat16"),
+        ({"d_v": 100}, "needs d_v 512"),
+    ):
+        with pytest.raises(Exception, match=words):
+            hopwell.sparse_mla_decode(**right | change)
