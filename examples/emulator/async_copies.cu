@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) kernel(const float* in, float* out, int t
     cp_async(shared_address(&s.numbers[i]), in + kTile * block_index() + i);
   cp_async_commit();
   if (!bug) cp_async_wait<0>();  // until this thread's copies are there
-  syncthreads();                 // until those of the other threads are, too
+  syncthreads();                 // until the copies of the other threads are, too
 
   float* mine = out + kTile * (tiles - 1 - block_index());
   for (int i = t; i < kTile; i += 128) mine[i] = s.numbers[kTile - 1 - i];
