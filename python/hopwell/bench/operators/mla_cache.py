@@ -14,7 +14,7 @@ ROW, CODES, TILE = 656, 512, 128  # DeepSeek-V3.2
 
 
 def _append(kv: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    tiles = kv[:, :CODES].float().unflatten(1, (-1, TILE))
+    tiles = kv[:, :CODES].float().reshape(-1, CODES // TILE, TILE)
     scales = (tiles.abs().amax(-1) / 448).log2().ceil().clamp_min(-13).exp2()
     codes = (tiles / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)
     cache.view(-1, ROW)[slots] = torch.cat([x.view(torch.uint8) for x in (codes, scales, kv[:, CODES:])], 1)

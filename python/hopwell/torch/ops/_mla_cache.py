@@ -71,9 +71,9 @@ def mla_cache_append(
             "mla_cache_append: cache requires grad, but the operator writes it in place: detach() it, or call "
             "under torch.no_grad()"
         )
-    scale = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
+    array, number = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
     rotation = positions, cos_sin, rope_offset, interleaved
-    _append(kv, cache, slots, k_rope, *rotation, scale_format, *scale, backend)
+    _append(kv, cache, slots, k_rope, *rotation, scale_format, array, number, backend)
     return cache
 
 
@@ -138,8 +138,8 @@ def _values(
         codes, scales, plain = at(0, 576, 448), _power(at(576 * block, 8, 7)), at(448, 576, 128)
     else:
         codes, scales = at(0, 512, 512), _power(at(512 * block, 16, 16))
-    tiles = codes.view(torch.float8_e4m3fn).float().unflatten(1, (scales.shape[1], -1))
-    values = (tiles * scales[:, :, None]).flatten(1).bfloat16()
+    width = codes.shape[1] // scales.shape[1]  # of a tile
+    values = (codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(width, 1)).bfloat16()
     return values if plain is None else torch.cat([values, plain.view(torch.bfloat16)], 1)
 
 

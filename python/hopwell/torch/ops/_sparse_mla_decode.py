@@ -83,9 +83,17 @@ def sparse_mla_decode(
     `hopwell.sparse_mla_decode` has the same arguments. Returns out, with q's dtype and d_v columns, and lse float32
     with q's shape without the last dimension. It has no gradients.
     """
-    scale = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
+    array, number = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
     extra = extra_cache, extra_indices, extra_topk_length, extra_block_tables
     selection = block_tables, context_lens, topk_length
     return _decode(
-        *(q, cache, indices, sm_scale, d_v), *selection, *extra, attn_sink, *scale, rope_cache, keys_per_split, backend
+        *(q, cache, indices, sm_scale, d_v),
+        *selection,
+        *extra,
+        attn_sink,
+        array,
+        number,
+        rope_cache,
+        keys_per_split,
+        backend,
     )
