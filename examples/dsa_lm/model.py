@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hopwell.torch.nn import DSA, KeyCache, LightningIndexer, Mode, NVFP4Linear, SparseMLA
@@ -50,15 +50,13 @@ LARGE = Size(
 class Block(nn.Module):
     """Attention and SwiGLU, each after a norm, and each added to its input."""
 
-    def __init__(self, d_model: int, d_ff: int, attention: nn.Module, attention_output: nn.Linear) -> None:
-        """attention_output: the last layer of the attention."""
+    def __init__(self, d_model: int, d_ff: int, attention: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model)
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(d_model)
         self.up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
-        self.outputs = (attention_output.weight, self.down.weight)  # whose results enter the residual stream
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -79,7 +77,12 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """An embedding, blocks, a norm and a head. A subclass makes the blocks."""
+    """An embedding, blocks, a norm and a head. A subclass makes the blocks.
+
+    `attention_output` names the last layer of a block's attention.
+    """
+
+    attention_output: ClassVar[str]
 
     def __init__(self, size: Any) -> None:
         super().__init__()
@@ -91,8 +94,8 @@ class LanguageModel(nn.Module):
         # The head starts at zero: every token equally likely, and no gradient wasted on unlearning chance.
         nn.init.zeros_(self.head.weight)
         for block in self.blocks:
-            for weight in block.outputs:
-                weight.data *= (2 * size.layers) ** -0.5
+            for linear in (block.attention.get_submodule(self.attention_output), block.down):
+                linear.weight.data *= (2 * size.layers) ** -0.5
 
     def make_block(self, layer: int) -> Block:
         raise NotImplementedError
@@ -121,6 +124,8 @@ class LanguageModel(nn.Module):
 class Decoder(LanguageModel):
     """The language model with DeepSeek Sparse Attention in every block."""
 
+    attention_output = "o_proj"
+
     def make_block(self, layer: int) -> Block:
         size = self.size
         mla = SparseMLA(
@@ -129,8 +134,7 @@ class Decoder(LanguageModel):
         indexer = LightningIndexer(
             size.d_model, topk=size.topk, h_index=size.h_index, d_index=size.d_index, d_rope=size.d_rope
         )
-        attention = DSA(mla, indexer)
-        return Block(size.d_model, size.d_ff, attention, attention.o_proj)
+        return Block(size.d_model, size.d_ff, DSA(mla, indexer))
 
     def extend(self, tokens: Tensor, caches: list[KeyCache]) -> Tensor:
         """Logits [vocabulary] after the tokens [s] that follow those in the caches. If this raises, all caches have the

@@ -62,6 +62,8 @@ class HybridBlock(Block):
 class HybridDecoder(LanguageModel):
     """The language model. `forward(tokens, mode, shard, cu_seqlens)`: nn.CSA defines the modes."""
 
+    attention_output = "wo_b"
+
     def make_block(self, layer: int) -> Block:
         size, kind = self.size, self.size.kind(layer)
         options = {name: getattr(size, name) for name in ("window", "d", "d_rope", "q_rank", "o_groups", "o_rank")}
@@ -70,7 +72,7 @@ class HybridDecoder(LanguageModel):
             attention = CSA(size.d_model, size.h_q, ratio=size.csa_ratio, **indexer, **options)
         else:
             attention = HCA(size.d_model, size.h_q, ratio=size.hca_ratio if kind == "HCA" else 0, **options)
-        return HybridBlock(size.d_model, size.d_ff, attention, attention.wo_b)
+        return HybridBlock(size.d_model, size.d_ff, attention)
 
     def share_context(self) -> None:
         """Replaces the attention by the attention over shards, with the same parameters."""
