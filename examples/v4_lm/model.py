@@ -53,10 +53,10 @@ class HybridBlock(Block):
     def attend(
         self, x: Tensor, mode: str, shard: ContextShard | None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        where = cu_seqlens if shard is None else shard
-        if isinstance(self.attention, CSA | ParallelCSA):
-            return self.attention(x, where, mode)
-        return self.attention(x, where), None
+        modes = (mode,) if isinstance(self.attention, CSA | ParallelCSA) else ()
+        whole = shard is None
+        result = self.attention(x, *modes, cu_seqlens=cu_seqlens) if whole else self.attention(x, shard, *modes)
+        return result if modes else (result, None)
 
 
 class HybridDecoder(LanguageModel):

@@ -260,6 +260,9 @@ def test_w4a4(method: str, dtype: torch.dtype) -> None:
     w4a16 = nn.NVFP4Linear.from_checkpoint(state, "a", quantize_input=False)
     exact = x.double() @ weight.T
     assert (w4a16(x).double() - exact).norm() < tolerance * exact.norm()
+    (w4a16(x.requires_grad_()) + x.sum()).sum().backward()
+    with pytest.raises(RuntimeError, match="no gradient; load it with quantize_input=False"):
+        (layer(x) + x.sum()).sum().backward()  # not the gradient of the sum alone
     if dtype == torch.float32:
         empty = nn.NVFP4Linear.from_checkpoint(state, "a").to_empty(device="meta")
         empty.load_state_dict(layer.state_dict(), assign=True)

@@ -163,8 +163,8 @@ class Numpy:
 
 def result(module: nn.HCA, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mode: Any) -> tuple[torch.Tensor, float]:
     if not isinstance(module, nn.CSA):
-        return module(x, cu_seqlens), 0.0
-    y, loss = module(x, cu_seqlens, mode)
+        return module(x, cu_seqlens=cu_seqlens), 0.0
+    y, loss = module(x, mode, cu_seqlens=cu_seqlens)
     assert loss is not None
     return y, float(loss)
 
@@ -241,7 +241,7 @@ def test_gradients_equal_finite_differences(kind: str) -> None:
 
 def test_selected_counts_in_the_document() -> None:
     module = layer("CSA")
-    module(torch.randn(1, 30, D_MODEL), torch.tensor([0, 9, 30]))
+    module(torch.randn(1, 30, D_MODEL), cu_seqlens=torch.tensor([0, 9, 30]))
     assert module.selected is not None
     assert module.selected[0, 8].tolist() == [0, 1, -1]
     assert module.selected[0, 11].tolist() == [-1, -1, -1]

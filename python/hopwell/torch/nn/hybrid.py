@@ -121,7 +121,7 @@ class HCA(KeepsDtypes):
         ranges: dict[str, Any] = {"w_start": documents.first, "w_end": documents.end}
         return ranges if cu_compressed is None else ranges | documents.visible(cu_compressed, self.ratio)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """x [b, s, d_model] → [b, s, d_model].
 
         cu_seqlens: int32 or int64 [documents + 1], packed documents in x [1, s, d_model]; positions and blocks start
@@ -209,12 +209,13 @@ class CSA(HCA):
         require(ratio >= 1, type(self).__name__, "ratio", "at least 1", ratio)
         super().__init__(d_model, h_q, ratio=ratio, q_rank=q_rank, **options)
         require(topk >= 1, type(self).__name__, "topk", "at least 1", topk)
+        require(d_index >= self.d_rope, type(self).__name__, "d_index", f"at least d_rope = {self.d_rope}", d_index)
         compressor = self._compressor(d_index)
         self.indexer = CompressedIndexer(d_model, compressor, topk=topk, h_index=h_index, q_rank=q_rank)
         self.selected: Tensor | None = None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cu_seqlens: Tensor | None = None, mode: HybridMode = "sparse", with_loss: bool | None = None
+        self, x: Tensor, mode: HybridMode = "sparse", *, cu_seqlens: Tensor | None = None, with_loss: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x [b, s, d_model] → y [b, s, d_model] and the indexer's loss, or None.
 

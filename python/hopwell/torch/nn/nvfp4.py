@@ -21,13 +21,29 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
 
 
+class _NoGradient(torch.autograd.Function):
+    """y, which depends on x. A backward through it is an error, instead of a gradient that lacks this layer's part."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "NVFP4Linear: a layer with input_scale rounds x to 4 bits (W4A4) and has no gradient; "
+            "load it with quantize_input=False to train layers before it"
+        )
+
+
 class NVFP4Linear(KeepsDtypes):
     """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale, which all
     stay as they are in a module of another dtype. The weight and the bias are buffers and are not trained; x has its
     gradient, so layers before it and adapters beside it (LoRA) are. Many rows of bf16 x on a GPU are multiplied by the
     dequantised weight where that is faster; it exists for the time of the call.
 
-    With `input_scale` x is rounded to NVFP4 as well (W4A4), and has no gradient. Without it x stays in 16 bits (W4A16).
+    With `input_scale` x is rounded to NVFP4 as well (W4A4), and a backward through the layer is an error. Without it x
+    stays in 16 bits (W4A16).
     """
 
     kept = ("weight", "weight_scale", "weight_global", "input_scale")
@@ -159,7 +175,10 @@ class NVFP4Linear(KeepsDtypes):
         require_one_device("NVFP4Linear", x=x, **buffers)  # one that a checkpoint lacked may be on meta
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = contiguous_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
-        return self._by_layers(rows, bias).view(*x.shape[:-1], self.out_features)
+        y = self._by_layers(rows, bias)
+        if self.input_scale is not None and x.requires_grad and not torch.compiler.is_compiling():
+            y = _NoGradient.apply(y, x)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
 
     def _by_layers(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows [n, in_features] → [n, out_features]: one product for each fused layer, or one if globals are shared."""
