@@ -185,7 +185,7 @@ struct Suite {
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
 };
 
-// Marks the cases of these names as nightly. Each name must be that of a case.
+// Marks the cases of these names as nightly. A name without a case is an error.
 void leave_to_nightly(Suite& suite, const std::vector<std::string>& names);
 
 const std::vector<Suite>& suites();  // all operators, in the order of src/ops

@@ -59,7 +59,7 @@ struct SparseMla {
 // Names and problems of the cases that all three operators run. The second list is for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
-// Those of the first list that take long on the emulator and whose code others reach too.
+// Names of cases of the first list that take long on the emulator, where other cases reach the same code.
 std::vector<std::string> long_sparse_mla_cases();
 // Problems with window keys, for the forward and the backward.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_window_problems();

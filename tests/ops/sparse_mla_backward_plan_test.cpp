@@ -302,7 +302,7 @@ TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {
   const auto as_it_is = [](Problem&) {};
   EXPECT_EQ(serpentine_tiles(64, 65536, as_it_is), 132);
   EXPECT_EQ(serpentine_tiles(128, 65536, as_it_is), 66);
-  EXPECT_EQ(serpentine_tiles(160, 65536, as_it_is), 0);  // a pair, and a CTA for what is left
+  EXPECT_EQ(serpentine_tiles(160, 65536, as_it_is), 0);  // a pair, and a CTA for the remaining heads
   EXPECT_EQ(serpentine_tiles(64, 8192, as_it_is), 0);
   EXPECT_EQ(serpentine_tiles(64, 65536, [](Problem& p) { p.indices_ascending = true; }), 0);
   EXPECT_EQ(serpentine_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
