@@ -492,8 +492,14 @@ const Subject kSubjects[] = {
      3,
      7},
     {"lightning_indexer_backward_sm90", "emu:sm90", cases::lightning_indexer_backward, {"basic", "many_heads"}, 3, 12},
-    // The forward's kernel with block tables.
+    // The forward's kernels with block tables. Those of sm90: several queries per CTA, steps that wrap around the rings.
     {"sparse_mla_decode_sm80", "emu:sm80", cases::sparse_mla_decode, {"bf16_topk_127", "bf16_tables"}, 20, 6},
+    {"sparse_mla_decode_sm90",
+     "emu:sm90",
+     cases::sparse_mla_decode,
+     {"bf16_tables_h_q_64", "bf16_large_scores", "bf16_h_q_33"},
+     3,
+     6},
     // More rows than a CTA lists at a time, and rows with equal slots.
     {"mla_cache_append", "emu:sm80", cases::mla_cache_append, {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
     // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;

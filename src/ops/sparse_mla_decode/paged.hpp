@@ -54,7 +54,7 @@ inline runtime::PlanOr<forward::Problem> forward_problem(const Problem& p) {
   f.kv.shape = {p.keys.cache.slots(), p.d_qk}, f.kv.stride = {p.d_qk, 1};
   f.s_q = p.b * p.q_len, f.s_kv = p.keys.cache.slots(), f.h_q = p.h_q, f.d_qk = p.d_qk, f.d_v = p.d_v;
   f.topk = p.keys.selection.topk;
-  f.selection.indices = given_indices(p.keys.selection.indices);
+  f.selection.indices = non_null_indices(p.keys.selection.indices);
   f.selection.s_q = f.s_q, f.selection.s_kv = f.s_kv, f.selection.topk = f.topk;
   f.sm_scale = p.sm_scale, f.device = p.device;
   return f;

@@ -26,7 +26,7 @@ void launch_with_width(const Problem& problem, const forward::Problem& f, Stream
                                          static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
                                 .threads = Config::kThreads,
                                 .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
-  runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::kernel<kDqk, PagedParams>, shape, stream,
+  runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::sparse_mla_fwd_sm80<kDqk, PagedParams>, shape, stream,
                   params_of(problem, f));
 }
 
