@@ -420,6 +420,8 @@ Problems plain_problems() {
       {"bf16_tables_lens_of_queries",
        {.b = 3, .q_len = 4, .block = 5, .max_blocks = 13, .context_lens = Lens::kQuery, .topk_length = Lens::kQuery}},
       {"bf16_tables_h_q_64", {.h_q = 64, .block = 61, .max_blocks = 4, .context_lens = Lens::kSequence}},
+      {"bf16_many_tiles", {.b = 7, .q_len = 1, .h_q = 65, .topk = 200, .block = 61, .max_blocks = 4}},
+      {"bf16_unaligned_h_q_40", {.b = 3, .h_q = 40, .topk = 200, .gap = 3, .topk_length = Lens::kSequence}},
       {"bf16_blocks_apart", {.blocks = 40, .block = 1, .gap = 24}},
       {"bf16_block_256", {.blocks = 2, .block = 256, .gap = 64}},
       {"bf16_nan_row", {.planted_nan = true}},

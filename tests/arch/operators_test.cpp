@@ -497,9 +497,9 @@ const Subject kSubjects[] = {
     {"sparse_mla_decode_sm90",
      "emu:sm90",
      cases::sparse_mla_decode,
-     {"bf16_tables_h_q_64", "bf16_large_scores", "bf16_h_q_33"},
+     {"bf16_tables_h_q_64", "bf16_large_scores", "bf16_h_q_33", "bf16_many_tiles", "bf16_unaligned_h_q_40"},
      3,
-     6},
+     12},
     // More rows than a CTA lists at a time, and rows with equal slots.
     {"mla_cache_append", "emu:sm80", cases::mla_cache_append, {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
     // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;
