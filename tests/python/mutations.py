@@ -247,8 +247,8 @@ BUGS = [
     ),
     Bug("mla_cache", "x1 * cosine + x0", "x1 * cosine - x0", "a rotation that is none"),
     Bug("mla_cache", "first = d - r if", "first = 0 if", "RoPE of the first columns"),
-    Bug("mla_cache", "product.astype(ml_dtypes.bfloat16)", "product", "values not rounded to bf16"),
-    Bug("mla_cache", "stored == 255", "stored == 256", "the exponent byte 255 taken for a number"),
+    Bug("mla_cache", "row.append(_bf16_nearest(product))", "row.append(float(product))", "values not rounded to bf16"),
+    Bug("mla_cache", "exponent == 255", "exponent == 256", "the exponent byte 255 taken for a number"),
 ]
 
 

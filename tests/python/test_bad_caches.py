@@ -60,7 +60,6 @@ from bad_calls import check_message, make, run
         ("mla_cache_append", {"rope_offset": 529}, "rope_offset must be between 0 and d - r = 528; got 529"),
         ("mla_cache_append", {"rope_offset": -1}, "rope_offset must be between 0 and d - r = 528; got -1"),
         ("mla_cache_append", {"scale_format": "linear"}, "scale_format must be "),
-        ("sparse_mla_decode", {"q": np.zeros((3, 2, 3, 512), np.float32)}, "extra_cache must be of the row format of "),
         (
             "sparse_mla_decode",
             {"cache": np.zeros((9, 5, 600), np.uint8)},
