@@ -89,7 +89,7 @@ TEST(Planted, TensorMemory) {
             {20, Kind::tensor_memory, "which is not allocated", "tm-load"},
             {22, Kind::race, "no tcgen05.wait::st", "tm-reload"},
             {23, Kind::race, "no tcgen05.wait::ld and tcgen05.fence::before_thread_sync", "tm-dealloc"},
-            {27, Kind::tensor_memory, "tensor memory allocated: no tcgen05.dealloc", "tm-alloc"},
+            {27, Kind::tensor_memory, "tensor memory allocated: tcgen05.dealloc is missing", "tm-alloc"},
             {28, Kind::unsupported, "tcgen05.shift", "tm-shift"},
         });
   for (int bug : {17, 21, 24, 25, 26})
@@ -214,7 +214,7 @@ TEST(Planted, Collectors) {
             {4, Kind::uninitialized, "given up or replaced by", "co-family"},
             {5, Kind::descriptor, "which holds another operand", "co-refill"},
             {6, Kind::uninitialized, "given up or replaced by", "co-discard"},
-            {7, Kind::race, "no longer what was filled in", "co-use"},
+            {7, Kind::race, "its operand in memory has changed since the fill", "co-use"},
             {9, Kind::descriptor, "which holds another operand", "co-other"},
             {10, Kind::uninitialized, "given up or replaced by", "co-ws-discard"},
             {11, Kind::uninitialized, "collector buffer b2, which no product has filled", "co-ws-two"},
