@@ -98,6 +98,7 @@ class LanguageModel(nn.Module):
                 linear.weight.data *= (2 * size.layers) ** -0.5
 
     def make_block(self, layer: int) -> Block:
+        """Returns a layer. Each kind of model has its own."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, mode: str = "sparse", *given: Any) -> tuple[Tensor, Tensor]:

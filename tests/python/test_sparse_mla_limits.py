@@ -61,8 +61,8 @@ def test_sinks_that_are_finite_have_a_gradient(backend: str, rng: np.random.Gene
     expected = in_float64(reference.sparse_mla_backward, d_out, q, kv, indices, out, lse, attn_sink=sink)
     assert (got[2][1:] == 0).all()
     assert got[2][0] != 0
-    for mine, wanted in zip(got, expected, strict=True):
-        assert norm_error(mine.cpu(), wanted) < 6e-3  # more than for the out of a forward: sums of dq cancel more
+    for mine, wanted, bound in zip(got, expected, (6e-3, 4e-3, 4e-3), strict=True):  # sums of dq cancel: out is made up
+        assert norm_error(mine.cpu(), wanted) < bound
 
 
 @pytest.mark.parametrize("scale", [3.4e38, -3.4e38])
