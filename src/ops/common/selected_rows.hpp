@@ -79,8 +79,8 @@ class SelectedRows {
 
   const Selection& selection_;
   const View& kv_;
-  const Window& window_;
-  const View& window_kv_;
+  Window window_;  // copies of both: the default arguments are temporaries
+  View window_kv_;
   std::int64_t tile_, count_ = 0;
   Part appended_;                        // by the last append
   Scratch<std::int32_t> keys_, places_;  // places: of the selected keys appended last, from the first entry of its span
