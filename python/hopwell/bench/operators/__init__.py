@@ -44,14 +44,19 @@ class Operator:
 
 KEYS = [8192, 32768, 65536, 131072]
 BY_KEYS = [{"h_q": h_q, "s_kv": s_kv} for h_q in (128, 64) for s_kv in KEYS]
+# DeepSeek-V4's layers over 32,768 tokens, of 64 and 128 heads: compressed sparse attention, then heavily compressed.
+V4 = [
+    {"s_q": 32768, "h_q": h_q, "s_kv": 32768 // stride, "topk": topk, "d_qk": 512, "window": 128, "kv_stride": stride}
+    for h_q, topk, stride in ((64, 512, 4), (128, 1024, 4), (64, 0, 128), (128, 0, 128))
+]
 POOLS = [{}, {"d": 128}, {"ratio": 128, "overlap": 0}, {"s": 65536}, {"s": 65536, "ratio": 128, "overlap": 0}]
 LAYERS = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
 TINY = {"s_q": 16, "h_q": 16, "s_kv": 256, "topk": 64}
 TINY_INDEX = {"s_q": 16, "s_kv": 256, "h_index": 4, "topk": 64, "d_index": 32}
 FEW_QUERIES = [{"s_q": 8}]
 OPERATORS = {
-    "sparse_mla_forward": Operator(sparse_mla_forward, [*BY_KEYS, {"h_q": 32}, {"h_q": 16}], FEW_QUERIES, TINY),
-    "sparse_mla_backward": Operator(sparse_mla_backward, BY_KEYS, FEW_QUERIES, TINY),
+    "sparse_mla_forward": Operator(sparse_mla_forward, [*BY_KEYS, {"h_q": 32}, {"h_q": 16}, *V4], FEW_QUERIES, TINY),
+    "sparse_mla_backward": Operator(sparse_mla_backward, [*BY_KEYS, *V4], FEW_QUERIES, TINY),
     "attention_distribution": Operator(attention_distribution, BY_KEYS, FEW_QUERIES, TINY),
     "lightning_indexer": Operator(
         lightning_indexer,
