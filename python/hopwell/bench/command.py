@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("operator", nargs="*", help=f"operators to run (default: all): {', '.join(OPERATORS)}")
     options.add_argument("--peers", action="store_true", help="compare with every installed package, not only torch")
+    options.add_argument("--alone", action="store_true", help="measure Hopwell and the ceiling, without torch")
     options.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N,…", help="run this shape instead; may be repeated"
     )
@@ -79,10 +80,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="time limit of an operator (300)")
     options.add_argument("--commit", default="", help="commit for the record, if the package does not know its own")
     options.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the program; times mean nothing")
-    # Internal options. --one: run these shapes of one operator in this process and write its rows to this file.
-    # --alone: measure without peers.
+    # Internal: run these shapes of one operator in this process and write its rows to this file.
     options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    options.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
@@ -99,6 +98,8 @@ def checked(options: argparse.Namespace) -> None:
         raise BadArgument(f"--noise: expected between 0 and 1; got {options.noise:g}")
     if options.noise is not None and not options.check:
         raise BadArgument("--noise: expected with --check only")
+    if options.alone and (options.peers or options.plot):
+        raise BadArgument("--alone: expected without --peers and --plot; there is no peer to compare with")
     if options.check and (options.shape or options.peers or options.dry_run or options.plot):
         raise BadArgument("--check: expected without --peers, --shape, --plot and --dry-run; the records name shapes")
     for option, path in (("--json", options.json), ("--plot", options.plot)):
@@ -130,7 +131,7 @@ def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespa
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         program = [sys.executable, "-m", "hopwell.bench", name, "--rounds", str(options.rounds)]
-        program += ["--peers"] * options.peers + ["--alone"] * bool(options.check)
+        program += ["--peers"] * options.peers + ["--alone"] * bool(options.alone or options.check)
         program += ["--dry-run"] * options.dry_run
         ended = ""
         try:
