@@ -1,9 +1,14 @@
 // Reductions over the lanes of a warp. All 32 lanes call them. The order of sums is fixed.
 #pragma once
 
+#include <bit>
+
 #include "arch/sm80/threads.hpp"
 
 namespace hopwell::tile {
+
+/// Index of the lowest set bit; 32 for 0. nvcc compiles std::countr_zero to the constant 32.
+HOPWELL_DEVICE int lowest_bit(uint32_t bits) { return std::popcount(~bits & (bits - 1)); }
 
 /// Butterfly reduction over lane masks kFirst, then doubled or halved, up to kLast. Afterwards each of these lanes has
 /// the result. kFirst and kLast are powers of two.

@@ -86,7 +86,7 @@ struct OwnTiles {
 
  private:
   HOPWELL_DEVICE uint32_t to_lowest(uint32_t bits) {
-    const int skipped = std::popcount(~bits & (bits - 1));
+    const int skipped = tile::lowest_bit(bits);
     own = bits >> skipped, place += skipped;
     return uint32_t(skipped);
   }
@@ -273,20 +273,6 @@ HOPWELL_DEVICE void copy_heads_as_boxes(const BoxParams& p, Storage& s, int quer
                       {panel * tile::kPanelColumns, first_head, query}, full);
 }
 
-// Fetches the heads of a work tile into L2, executed by all gather warps: from there their copy takes no longer than the
-// last products and the output of the query before.
-template <class Storage>
-HOPWELL_DEVICE void prefetch_heads(const BoxParams& p, uint32_t number, int warp) {
-  constexpr int kLine = 64, kLines = Storage::kDqk / kLine;  // elements of a line, lines of a head
-  const int query = int(number / uint32_t(p.head_tiles)),
-            first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads;
-  HOPWELL_NO_UNROLL
-  for (int line = 32 * warp + arch::lane_index(); line < Storage::kHeads * kLines; line += 128) {
-    const int head = first_head + line / kLines;
-    if (head < p.h_q) arch::prefetch_l2(p.q + query * p.q_stride_s + head * p.q_stride_h + line % kLines * kLine);
-  }
-}
-
 // The 64 consecutive rows of one tensor that are entries first_entry … first_entry + 63 of a query, if they are such
 // rows. All of them are valid: a box must not bring a key that the query does not see, because it may be NaN.
 struct Box {
@@ -408,7 +394,6 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         }
       }
       if constexpr (kBoxes) {
-        if (left == 2 && following() < p.work_tiles) prefetch_heads<Storage>(p, following(), warp);
         // After the copies, because reading the lists of the next query may take long.
         if (left == 1 && following() < p.work_tiles) {
           work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);

@@ -23,8 +23,8 @@
 //           are counted from the first one, so the results do not depend on where the window begins.
 // Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. One thread copies Q, and tiles of 64
 //           consecutive keys (of the window, or of kv without indices), by tensor copies. Rows are short, so the
-//           work between two queries weighs more. The gather fetches the next Q into L2 two steps before it is needed.
-//           O is staged a panel at a time in the space of P, so that the next query's tiles arrive meanwhile.
+//           work between two queries weighs more. O is staged a panel at a time in the space of P, so that the next
+//           query's tiles arrive meanwhile.
 //           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
 //           high     O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ ··········S_B ▓▓▓
 //           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
