@@ -1,18 +1,20 @@
 // mla_cache_append on GPUs.
 //
-// Tile      slots s with s mod (number of CTAs) = CTA index. A CTA reads all slot numbers of the call and writes the
-//           rows of its slots
-// Roles     all warps are alike. A warp searches 1,024 of 8,192 rows of the call for rows of its CTA, then writes them,
-//           one at a time
+// Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
+// Roles     all warps are alike. They fetch the CTA's rows to L2 and meanwhile look through the slots of all later rows
+//           of the call. Then a warp writes one row at a time
 // Row       a lane has four adjacent columns of 128. The lanes of a group of codes compute the group's amax together
-// Order     one CTA writes both of two rows with the same slot. A warp skips a row if a later row of the same 8,192 has
-//           its slot. A barrier precedes the next 8,192 rows. So a slot never holds parts of two rows
-// Budget    64 KB of shared memory for row numbers and slots
-// Bound     memory: each row of kv is read once
+// Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for another
+// Budget    14 KB of shared memory for slots and marks
+// Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2
 #pragma once
+
+#include <algorithm>
+#include <bit>
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/memory.hpp"
+#include "arch/sm80/reduce.hpp"
 #include "arch/sm80/threads.hpp"
 #include "ops/mla_cache_append/op.hpp"
 #include "ops/mla_cache_append/row.hpp"
@@ -25,8 +27,10 @@ using arch::bf16;
 
 struct Config {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kRowsOfWarp = 1024, kRows = kWarps * kRowsOfWarp;  // searched by a warp, by a CTA
-  static constexpr int kColumns = 4;                                      // per lane
+  static constexpr int kRows = 256;    // of a CTA at a time
+  static constexpr int kMarks = 8192;  // a power of two
+  static constexpr int kColumns = 4;   // per lane
+  static constexpr int kAtOnce = 4;    // packs of columns that a lane loads before it uses the first
 };
 
 struct Params {
@@ -39,7 +43,7 @@ struct Params {
   int64_t cos_sin_stride, max_positions;
   const float* kv_scale;
   float kv_scale_value;
-  int64_t n;
+  int64_t n, rows_of_cta;
   int d, kv_columns;
   int rope_first, rope_columns;
   int least_exponent;
@@ -47,13 +51,11 @@ struct Params {
   bool aligned;  // four columns of every row of kv and k_rope are 8-byte aligned
 };
 
-// The rows of a CTA among those that it looks at, in ascending order, in a list for each warp.
 struct SharedStorage {
-  struct Entry {
-    int row, slot;
-  };
-  Entry entries[Config::kWarps][Config::kRowsOfWarp];
-  int counts[Config::kWarps];
+  uint8_t marks[Config::kMarks];                             // 1 at index slot % kMarks for each slot of the CTA's rows
+  uint8_t replaced[Config::kRows];                           // 1 if a later row has the slot of this row
+  int slots[Config::kRows];                                  // of the CTA's rows; -1: the row is not written
+  int64_t data_at[Config::kRows], scales_at[Config::kRows];  // bytes from the cache's first to those of the row
 };
 
 HOPWELL_DEVICE bool has_position(const Params& p, int64_t row) {
@@ -62,40 +64,69 @@ HOPWELL_DEVICE bool has_position(const Params& p, int64_t row) {
   return position >= 0 && position < p.max_positions;
 }
 
-// Lists the rows of this warp's part whose slots the CTA owns.
-HOPWELL_DEVICE void list_rows(const Params& p, SharedStorage& s, int64_t first) {
+// The slot that a row is written to, or -1.
+HOPWELL_DEVICE int slot_of(const Params& p, int64_t row) {
+  const int64_t slot = p.slots[row];
+  return slot >= 0 && slot < p.cache.slots() && has_position(p, row) ? int(slot) : -1;
+}
+
+// Fetches rows to L2. Only a hint: rows that are no multiple of a line are fetched but for their ends.
+HOPWELL_DEVICE void prefetch_rows(const Params& p, int64_t first, int rows) {
+  constexpr int kLine = 64;  // elements
+  const int lines = (p.kv_columns + kLine - 1) / kLine;
+  for (int i = arch::thread_index(); i < rows * lines; i += Config::kThreads)
+    arch::prefetch_l2(p.kv + (first + i / lines) * p.kv_stride + i % lines * kLine);
+}
+
+// Stores the slots of the CTA's rows and marks them.
+HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first, int rows) {
+  const int thread = arch::thread_index();
+  static_assert(Config::kThreads == Config::kRows && Config::kMarks % (16 * Config::kThreads) == 0);
+  for (int i = 16 * thread; i < Config::kMarks; i += 16 * Config::kThreads)
+    arch::store_shared_v4(arch::shared_address(s.marks) + uint32_t(i), {});
+  s.replaced[thread] = 0;
+  const int slot = thread < rows ? slot_of(p, first + thread) : -1;
+  s.slots[thread] = slot;
+  if (slot >= 0) {
+    s.data_at[thread] = p.cache.row(slot, p.format.data_pitch) - p.cache.data;
+    s.scales_at[thread] = p.cache.scales(slot, p.format) - p.cache.data;
+  }
+  arch::syncthreads();
+  arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
+}
+
+// Marks the CTA's rows that row `later` of slot `slot` replaces. Both are the same in all lanes.
+HOPWELL_DEVICE void mark_replaced(SharedStorage& s, int64_t first, int64_t later, int slot) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kRows / 32; ++i) {
+    const int row = 32 * i + arch::lane_index();
+    arch::mark_shared(s.slots[row] == slot && first + row < later, arch::shared_address(s.replaced + row));
+  }
+}
+
+// Looks through the slots of all rows after the first of the CTA.
+HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first) {
   constexpr int kUnroll = 8;
-  const int warp = arch::warp_index(), lane = arch::lane_index();
-  const int owners = arch::grid_size(), owner = arch::block_index();
   const int64_t slots = p.cache.slots();
-  int count = 0;
-  for (int step = 0; step < Config::kRowsOfWarp; step += 32 * kUnroll) {
+  for (int64_t at = first + 1; at < p.n; at += Config::kThreads * kUnroll) {
+    const int64_t mine = at + arch::thread_index();
     int64_t slot[kUnroll];
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t row = first + step + 32 * i + lane;
+      const int64_t row = mine + Config::kThreads * i;
       slot[i] = row < p.n ? p.slots[row] : -1;
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t row = first + step + 32 * i + lane;
-      const bool own = slot[i] >= 0 && slot[i] < slots && int(slot[i]) % owners == owner && has_position(p, row);
-      const uint32_t all = arch::ballot(own);
-      const int before = std::popcount(all & ((1U << lane) - 1));
-      if (own) s.entries[warp][count + before] = {int(row), int(slot[i])};
-      count += std::popcount(all);
+      const bool maybe = slot[i] >= 0 && slot[i] < slots && s.marks[uint64_t(slot[i]) % Config::kMarks] != 0;
+      uint32_t hits = arch::ballot(maybe && has_position(p, mine + Config::kThreads * i));
+      for (; hits != 0; hits &= hits - 1) {
+        const int lane = tile::lowest_bit(hits);
+        mark_replaced(s, first, mine + Config::kThreads * i - arch::lane_index() + lane,
+                      arch::shuffle(int(slot[i]), lane));
+      }
     }
   }
-  if (lane == 0) s.counts[warp] = count;
-}
-
-// True if a later row of the lists has the slot of entry `at` of this warp. The result is the same in all lanes.
-HOPWELL_DEVICE bool is_replaced(const SharedStorage& s, int warp, int at, int slot) {
-  bool found = false;
-  for (int other = warp; other < Config::kWarps; ++other)
-    for (int i = (other == warp ? at + 1 : 0) + arch::lane_index(); i < s.counts[other]; i += 32)
-      found |= s.entries[other][i].slot == slot;
-  return arch::ballot(found) != 0;
 }
 
 // Four columns of a row, before rotation.
@@ -106,24 +137,21 @@ struct alignas(8) Pack {
   bf16 x[Config::kColumns];
 };
 
-HOPWELL_DEVICE bf16 load_element(const Params& p, int64_t row, int c) {
-  return c < p.kv_columns ? p.kv[row * p.kv_stride + c] : p.k_rope[row * p.k_rope_stride + c - p.kv_columns];
+HOPWELL_DEVICE const bf16* address_of(const Params& p, int64_t row, int c) {
+  return c < p.kv_columns ? p.kv + row * p.kv_stride + c : p.k_rope + row * p.k_rope_stride + c - p.kv_columns;
 }
-HOPWELL_DEVICE float load_column(const Params& p, int64_t row, int c) {
-  return arch::to_float(load_element(p, row, c));
-}
+HOPWELL_DEVICE float load_column(const Params& p, int64_t row, int c) { return arch::to_float(*address_of(p, row, c)); }
 HOPWELL_DEVICE bool is_rotated(const Params& p, int c) {
   return p.cos_sin != nullptr && c >= p.rope_first && c < p.rope_first + p.rope_columns;
 }
 HOPWELL_DEVICE Columns load_columns(const Params& p, int64_t row, int c) {
   Columns columns;
   if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns)) {
-    const bf16* from =
-        c < p.kv_columns ? p.kv + row * p.kv_stride + c : p.k_rope + row * p.k_rope_stride + c - p.kv_columns;
-    const Pack pack = arch::load_vector<Pack>(from);
+    const Pack pack = arch::load_vector<Pack>(address_of(p, row, c));
     HOPWELL_UNROLL
     for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = arch::to_float(pack.x[i]);
   } else {
+    HOPWELL_UNROLL
     for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = load_column(p, row, c + i);
   }
   return columns;
@@ -156,67 +184,93 @@ HOPWELL_DEVICE float max_of_group(float x, int lanes) {
   return x;
 }
 
-HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, int slot) {
+// The scale of a lane's columns. The first lane of a group of codes stores the scale of the group.
+HOPWELL_DEVICE float store_scale(const Params& p, const Columns& columns, int c, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
-  uint8_t* const data = p.cache.row(slot, f.data_pitch);
-  uint8_t* const scales = p.cache.scales(slot, f);
-  const int lane = arch::lane_index(), lanes = f.tile / Config::kColumns;
-  for (int first = 0; first < f.codes; first += 32 * Config::kColumns) {
-    const int c = first + lane * Config::kColumns;
-    const bool has = c < f.codes;
-    const Columns columns = has ? columns_of(p, row, c) : Columns{};
-    float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
-    if (f.tile > 0) {
-      float amax = 0;
-      HOPWELL_UNROLL
-      for (int i = 0; i < Config::kColumns; ++i) amax = fmaxf(amax, finite_magnitude(columns.x[i]));
-      scale = scale_of(max_of_group(amax, lanes), p.pow2, p.least_exponent);
-      if (has && c % f.tile == 0) {
-        if (f.scale == mla_cache::Scale::fp32)
-          *reinterpret_cast<float*>(scales + 4 * (c / f.tile)) = scale;
-        else
-          scales[c / f.tile] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
-      }
-    }
-    uint32_t codes = 0;
+  if (f.tile == 0) return p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
+  float amax = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kColumns; ++i) amax = fmaxf(amax, finite_magnitude(columns.x[i]));
+  const float scale = scale_of(max_of_group(amax, f.tile / Config::kColumns), p.pow2, p.least_exponent);
+  if (c < f.codes && c % f.tile == 0) {
+    if (f.scale == mla_cache::Scale::fp32)
+      *reinterpret_cast<float*>(scales + 4 * (c / f.tile)) = scale;
+    else
+      scales[c / f.tile] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
+  }
+  return scale;
+}
+
+HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
+  constexpr int kStep = 32 * Config::kColumns;
+  const mla_cache::Format& f = p.format;
+  const int lane = arch::lane_index();
+  const bool is_power = f.tile > 0 && p.pow2;
+  for (int first = 0; first < f.codes; first += Config::kAtOnce * kStep) {
+    Columns columns[Config::kAtOnce];
     HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) codes |= uint32_t{code_of(columns.x[i], scale)} << 8 * i;
-    if (has) *reinterpret_cast<uint32_t*>(data + c) = codes;
+    for (int i = 0; i < Config::kAtOnce; ++i) {
+      const int c = first + i * kStep + lane * Config::kColumns;
+      columns[i] = c < f.codes ? columns_of(p, row, c) : Columns{};
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < Config::kAtOnce; ++i) {
+      const int c = first + i * kStep + lane * Config::kColumns;
+      const float scale = store_scale(p, columns[i], c, scales);
+      uint32_t codes = 0;
+      if (is_power) {  // a product is as exact as the quotient, and cheaper
+        const float reciprocal = 1 / scale;
+        HOPWELL_UNROLL
+        for (int j = 0; j < Config::kColumns; ++j)
+          codes |= uint32_t{code_of_quotient(columns[i].x[j], columns[i].x[j] * reciprocal)} << 8 * j;
+      } else {
+        HOPWELL_UNROLL
+        for (int j = 0; j < Config::kColumns; ++j)
+          codes |= uint32_t{code_of_quotient(columns[i].x[j], columns[i].x[j] / scale)} << 8 * j;
+      }
+      if (c < f.codes) *reinterpret_cast<uint32_t*>(data + c) = codes;
+    }
   }
   if (f.scale == mla_cache::Scale::ue8m0 && f.tiles() + lane < f.scale_pitch) scales[f.tiles() + lane] = 0;
 }
 
-HOPWELL_DEVICE void store_row(const Params& p, int64_t row, int slot) {
-  const mla_cache::Format& f = p.format;
-  if (f.codes > 0) store_codes(p, row, slot);
-  uint8_t* const data = p.cache.row(slot, f.data_pitch);
-  const int lane = arch::lane_index();
-  for (int c = lane * Config::kColumns; c < f.plain; c += 32 * Config::kColumns) {
-    Pack pack;
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) {
-      const int column = f.codes + c + i;
-      pack.x[i] = load_element(p, row, column);  // keeps the bits of a NaN
-      if (is_rotated(p, column)) pack.x[i] = arch::to_bf16(rotated(p, row, column, arch::to_float(pack.x[i])));
-    }
-    arch::store_vector(data + f.plain_at + 2 * c, pack);
+// Four plain columns. A column that is not rotated keeps its bits, also those of a NaN.
+HOPWELL_DEVICE Pack plain_columns(const Params& p, int64_t row, int c) {
+  if (p.cos_sin == nullptr && p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
+    return arch::load_vector<Pack>(address_of(p, row, c));
+  Pack pack;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kColumns; ++i) {
+    pack.x[i] = *address_of(p, row, c + i);
+    if (is_rotated(p, c + i)) pack.x[i] = arch::to_bf16(rotated(p, row, c + i, arch::to_float(pack.x[i])));
   }
+  return pack;
+}
+
+HOPWELL_DEVICE void store_row(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
+  const mla_cache::Format& f = p.format;
+  if (f.codes > 0) store_codes(p, row, data, scales);
+  const int lane = arch::lane_index();
+  for (int c = lane * Config::kColumns; c < f.plain; c += 32 * Config::kColumns)
+    arch::store_vector(data + f.plain_at + 2 * c, plain_columns(p, row, f.codes + c));
   for (int byte = 4 * lane; byte < f.reserved; byte += 4 * 32)
     *reinterpret_cast<uint32_t*>(data + f.data_pitch - f.reserved + byte) = 0;
 }
 
 __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
-  const int warp = arch::warp_index();
-  for (int64_t first = 0; first < p.n; first += Config::kRows) {
-    list_rows(p, s, first + warp * Config::kRowsOfWarp);
+  const int64_t begin = arch::block_index() * p.rows_of_cta, end = std::min(begin + p.rows_of_cta, p.n);
+  for (int64_t first = begin; first < end; first += Config::kRows) {
+    const int rows = int(std::min<int64_t>(end - first, Config::kRows));
+    prefetch_rows(p, first, rows);
+    store_slots(p, s, first, rows);
     arch::syncthreads();
-    const int count = s.counts[warp];
-    for (int i = 0; i < count; ++i) {
-      const SharedStorage::Entry entry = s.entries[warp][i];
-      if (!is_replaced(s, warp, i, entry.slot)) store_row(p, entry.row, entry.slot);
-    }
-    arch::syncthreads();  // the next round may write the lists and the slots of these rows
+    find_replaced(p, s, first);
+    arch::syncthreads();
+    for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
+      if (s.slots[i] >= 0 && s.replaced[i] == 0)
+        store_row(p, first + i, p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
+    arch::syncthreads();  // the next rows overwrite slots and marks
   }
 }
 

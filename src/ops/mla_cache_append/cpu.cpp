@@ -61,7 +61,7 @@ void store_codes(const Problem& p, const mla_cache::Format& format, const float*
                  std::uint8_t* scales) {
   if (format.scale == mla_cache::Scale::none) {
     const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
-    for (int i = 0; i < format.codes; ++i) row[i] = code_of(x[i], scale);
+    for (int i = 0; i < format.codes; ++i) row[i] = code_of_quotient(x[i], x[i] / scale);
     return;
   }
   for (int tile = 0; tile < format.tiles(); ++tile) {
@@ -69,7 +69,7 @@ void store_codes(const Problem& p, const mla_cache::Format& format, const float*
     float amax = 0;
     for (int i = 0; i < format.tile; ++i) amax = std::max(amax, finite_magnitude(from[i]));
     const float scale = scale_of(amax, p.pow2, p.least_exponent);
-    for (int i = 0; i < format.tile; ++i) row[tile * format.tile + i] = code_of(from[i], scale);
+    for (int i = 0; i < format.tile; ++i) row[tile * format.tile + i] = code_of_quotient(from[i], from[i] / scale);
     if (format.scale == mla_cache::Scale::fp32)
       std::memcpy(scales + 4 * tile, &scale, sizeof scale);
     else

@@ -20,12 +20,11 @@ HOPWELL_HOST_DEVICE constexpr float finite_magnitude(float x) {
   return magnitude <= 3.402823466e38F ? magnitude : 0.0F;  // false for NaN
 }
 
-// The e4m3 code of x / scale, saturated. NaN and infinity give 0x7F.
-HOPWELL_HOST_DEVICE constexpr std::uint8_t code_of(float x, float scale) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
-  if ((bits & 0x7F800000U) == 0x7F800000U) return 0x7F;
-  const float magnitude = std::bit_cast<float>(bits & 0x7FFFFFFFU) / scale;
-  return static_cast<std::uint8_t>(nvfp4::encode_e4m3(magnitude) | (bits >> 24 & 0x80U));
+// The e4m3 code of `quotient`, which is x / scale, saturated. An x that is NaN or infinity gives 0x7F.
+HOPWELL_HOST_DEVICE constexpr std::uint8_t code_of_quotient(float x, float quotient) {
+  if ((std::bit_cast<std::uint32_t>(x) & 0x7F800000U) == 0x7F800000U) return 0x7F;
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(quotient);
+  return static_cast<std::uint8_t>(nvfp4::encode_e4m3(std::bit_cast<float>(bits & 0x7FFFFFFFU)) | (bits >> 24 & 0x80U));
 }
 
 }  // namespace hopwell::ops::mla_cache_append

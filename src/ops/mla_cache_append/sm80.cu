@@ -1,6 +1,4 @@
 // mla_cache_append for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
-#include <algorithm>
-
 #include "ops/mla_cache_append/append.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/views.hpp"
@@ -53,9 +51,12 @@ Params params_of(const Problem& problem) {
 
 void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
-  const std::int64_t owners = std::min<std::int64_t>(problem.n, 3 * problem.device.sms);
-  runtime::launch("mla_cache_append", mla_cache_append_rows,
-                  runtime::shape_of_ctas(owners, Config::kThreads, sizeof(SharedStorage)), stream, params_of(problem));
+  Params params = params_of(problem);
+  params.rows_of_cta = tile::ceil_div(problem.n, 3 * problem.device.sms);
+  runtime::launch(
+      "mla_cache_append", mla_cache_append_rows,
+      runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage)),
+      stream, params);
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};
