@@ -23,7 +23,8 @@ struct ForwardStorage {
 };
 
 template <class T, class F>
-__global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const __grid_constant__ ForwardParams<T> p) {
+__global__ void __launch_bounds__(Config::kThreads, F::exact ? 4 : 2)
+    kv_compress_forward(const __grid_constant__ ForwardParams<T> p) {
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
