@@ -65,7 +65,12 @@ demo:
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
-test: test-cpp test-python test-install test-asan test-tsan
+# The tests of C++ and of Python run side by side, then the sanitizers' builds and tests, each with half of the cores: so no core waits at
+# the end of a phase. The sub-make does not build again.
+WORKERS = $(if $(filter 1,$(JOBS)),1,2)
+HALF = $(shell echo $$((($(JOBS) + 1) / 2)))
+test: build
+	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 JOBS=$(HALF) test-cpp test-python test-asan test-tsan test-install
 	@echo "All tests passed."
 
 # After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
@@ -78,14 +83,14 @@ quick: setup
 	@build/cpu/hopwell check --quick
 	@.venv/bin/ruff check --quiet . && $(PYTHON) scripts/plain.py
 
-test-cpp: build
-	@ctest --preset $(PRESET)
+test-cpp: $(if $(BUILT),,build)
+	@ctest --preset $(PRESET) --parallel $(WORKERS)
 	@echo "Skipped:"; grep -aE '^\[  SKIPPED \] [^ ]+$$' build/$(PRESET)/Testing/Temporary/LastTest.log | sort -u || true
 
-test-python: build
-	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
+test-python: $(if $(BUILT),,build)
+	@$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-test-install: build
+test-install: $(if $(BUILT),,build)
 	@tests/install/run.sh build/$(PRESET)
 
 # The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races. In a few processes for each core, so
