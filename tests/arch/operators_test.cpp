@@ -117,11 +117,12 @@ class Operators : public testing::TestWithParam<Subject> {
 
 bool is_nightly() { return arch::test::schedules(1) > 1; }
 
-// `make test` runs at most two pairs of schedules, whose four calls meet all three policies of asynchronous work.
+// `make test` runs one pair of schedules: with those of `hopwell check`, they are of all three policies of asynchronous
+// work.
 TEST_P(Operators, RightAndCleanUnderManySchedules) {
   const Subject& subject = GetParam();
   const uint64_t schedules =
-      is_nightly() ? arch::test::schedules(subject.schedules) : std::min<uint64_t>(subject.schedules, 4);
+      is_nightly() ? arch::test::schedules(subject.schedules) : std::min<uint64_t>(subject.schedules, 2);
   for (const std::string& name : subject.cases) {
     const cases::Case c = subject.case_named(name);
     for (uint64_t pair = 0; 2 * pair < schedules; ++pair) {
