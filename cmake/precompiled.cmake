@@ -1,4 +1,4 @@
-# hopwell_precompile(<target> [<header>...]): compiles these headers and those of the standard library once for a target, if
+# hopwell_precompile(<target> [<header>...]): compiles these headers and the standard library's once for a target, if
 # HOPWELL_PRECOMPILED_HEADERS is on. Hopwell's own headers are not among them, so that a changed header compiles only what includes it.
 function(hopwell_precompile target)
   if(HOPWELL_PRECOMPILED_HEADERS)

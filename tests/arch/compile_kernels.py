@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_100a": "compute_100a"}
-# Backend files, and what is for Blackwell alone; others on all. wgmma_gemm.cu shows that a kernel compiles for any GPU.
+# Backend files and kernels for Blackwell alone; other files compile for all GPUs, as wgmma_gemm.cu does.
 RUNS_ON = {
     "sm80": ["sm_80", "sm_90a"],
     "sm90": ["sm_90a"],

@@ -117,13 +117,14 @@ class Operators : public testing::TestWithParam<Subject> {
 
 bool is_nightly() { return arch::test::schedules(1) > 1; }
 
-// `make test` runs one pair of schedules: with those of `hopwell check`, they are of all three policies of asynchronous
-// work.
+// `make test` runs the first case under one pair of schedules. RightOnDevicesOfAllSizes runs this pair for every case, and
+// `hopwell check` another pair; together they meet all three policies of asynchronous work.
 TEST_P(Operators, RightAndCleanUnderManySchedules) {
   const Subject& subject = GetParam();
   const uint64_t schedules =
       is_nightly() ? arch::test::schedules(subject.schedules) : std::min<uint64_t>(subject.schedules, 2);
-  for (const std::string& name : subject.cases) {
+  const auto end = is_nightly() ? subject.cases.end() : subject.cases.begin() + 1;
+  for (const std::string& name : std::vector<std::string>(subject.cases.begin(), end)) {
     const cases::Case c = subject.case_named(name);
     for (uint64_t pair = 0; 2 * pair < schedules; ++pair) {
       Session session({});
