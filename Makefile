@@ -1,9 +1,9 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
 # make quick    after a small change: a part of the tests, under two minutes
-# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; then
-#               the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated
-#               backends, an hour on a GPU if there is one
+# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; the
+#               Python tests marked nightly; then the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an
+#               hour on the emulated backends, an hour on a GPU if there is one
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
@@ -26,7 +26,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make demo` leaves out of a first build, and any `make build` then adds in the same folder: the command, the tests, the
 # emulated GPUs and, where there is no NVIDIA device, kernels for one.
 GPU ?= $(wildcard /dev/nvidia[0-9]*)
-# Without a device `make test` compiles each kernel for one architecture only. Another `make build` adds the others.
+# Without a device `make test` compiles each kernel for one architecture only, and without optimisation. Any other `make build`, and
+# `make nightly`, compiles all of it, and a spill is an error.
 COMPILE_ONLY := OFF
 test test-cpp test-python test-install: COMPILE_ONLY = $(if $(GPU),OFF,ON)
 LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF $(if $(GPU),,-DHOPWELL_CUDA=OFF)
@@ -65,7 +66,12 @@ demo:
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
-test: test-cpp test-python test-install test-asan test-tsan
+# The tests of C++ and of Python run side by side, then the sanitizers' builds and tests, each with half of the cores: so no core waits at
+# the end of a phase. The sub-make does not build again.
+WORKERS = $(if $(filter 1,$(JOBS)),1,2)
+HALF = $(shell echo $$((($(JOBS) + 1) / 2)))
+test: build
+	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 JOBS=$(HALF) test-cpp test-python test-asan test-tsan test-install
 	@echo "All tests passed."
 
 # After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
@@ -78,14 +84,14 @@ quick: setup
 	@build/cpu/hopwell check --quick
 	@.venv/bin/ruff check --quiet . && $(PYTHON) scripts/plain.py
 
-test-cpp: build
-	@ctest --preset $(PRESET)
+test-cpp: $(if $(BUILT),,build)
+	@ctest --preset $(PRESET) --parallel $(WORKERS)
 	@echo "Skipped:"; grep -aE '^\[  SKIPPED \] [^ ]+$$' build/$(PRESET)/Testing/Temporary/LastTest.log | sort -u || true
 
-test-python: build
-	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
+test-python: $(if $(BUILT),,build)
+	@$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-test-install: build
+test-install: $(if $(BUILT),,build)
 	@tests/install/run.sh build/$(PRESET)
 
 # The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races. In a few processes for each core, so
@@ -102,9 +108,10 @@ FUZZ_SEED ?= $(shell date +%s)
 SCHEDULES ?= 10
 nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
-	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
+	  --tests-regex '(Kernels|Operators).Right|arch_planted_bugs'
 	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) --nightly || exit 1; done
 	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
+	@HOPWELL_NIGHTLY=1 $(PYTHON) -m pytest -q -m nightly
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
 	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -rL build/asan/generated/python/hopwell build/asan/package
@@ -170,7 +177,7 @@ lint: build
 	@.venv/bin/ruff check . $(GENERATED) && .venv/bin/ruff format --check . $(GENERATED) && .venv/bin/mypy
 	@git ls-files -- ':!*.json' ':!*.svg' | xargs .venv/bin/codespell
 	@$(PYTHON) scripts/plain.py
-	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet
+	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --extra-arg=-Wno-ignored-gch --quiet
 
 clean:
 	@rm -rf build dist

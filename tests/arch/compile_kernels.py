@@ -10,6 +10,7 @@ is no nvcc.
 """
 
 import argparse
+import math
 import os
 import re
 import resource
@@ -24,12 +25,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_100a": "compute_100a"}
-# Backend files, and what is for Blackwell alone; others on all.
+# Backend files and kernels for Blackwell alone; other files compile for all GPUs, as wgmma_gemm.cu does.
 RUNS_ON = {
     "sm80": ["sm_80", "sm_90a"],
     "sm90": ["sm_90a"],
     "sm100": ["sm_100a"],
     "blackwell_first_hour": ["sm_100a"],
+    "tcgen05_gather_gemm": ["sm_100a"],
+    "nvfp4_gemm": ["sm_100a"],
+    "mla_backward_flow": ["sm_100a"],
 }
 HEADER_SECONDS = 4.0
 HEADERS = [
@@ -177,14 +181,21 @@ def processor_seconds() -> float:
 
 
 def check_headers(scratch: Path) -> list[str]:
-    """The processor time of a file that includes one header and has an empty kernel."""
+    """The processor time of a file that includes one header and has an empty kernel.
+
+    If it is too long, the least of three counts: other processes that share a core's units or the caches lengthen it.
+    """
     problems = []
     for header in HEADERS:
         source = scratch / "header.cu"
         source.write_text(f'#include "arch/{header}"\n__global__ void kernel() {{}}\n')
-        start = processor_seconds()
-        done = cubin(source, "sm_100a", scratch / "header.cubin")
-        seconds = processor_seconds() - start
+        seconds = math.inf
+        for _ in range(3):
+            start = processor_seconds()
+            done = cubin(source, "sm_100a", scratch / "header.cubin")
+            seconds = min(seconds, processor_seconds() - start)
+            if done.returncode or seconds <= HEADER_SECONDS:
+                break
         print(f"{header:28} {seconds:5.2f} s of nvcc", flush=True)
         if done.returncode:
             problems.append(f"{header} does not compile:\n{done.stderr[:2000]}")

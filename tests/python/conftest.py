@@ -10,6 +10,15 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `nightly` are long, and shorter ones reach the same code. `make nightly` runs them."""
+    if "HOPWELL_NIGHTLY" in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.skip(reason="make nightly runs it"))
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """New random data in every run; pytest shows the seed of a failed test."""

@@ -11,12 +11,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 
@@ -281,7 +283,29 @@ class _Loader(importlib.abc.InspectLoader):
         return self.source_to_code(self.get_source(fullname), str(self.path))
 
 
-def start_tests(module: str, bug: Bug | None) -> int:
+class ShortestFirst:
+    """A plugin of pytest: the run without a bug records the time of each test, other runs begin with the shortest."""
+
+    def __init__(self, record: Path, *, writes: bool) -> None:
+        self.record, self.writes = record, writes
+        self.seconds: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if not self.writes and self.record.exists():
+            seconds = json.loads(self.record.read_text())
+            items.sort(key=lambda item: seconds.get(item.nodeid, 0.0))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if self.writes:
+            complete = self.record.with_suffix(".new")
+            complete.write_text(json.dumps(self.seconds))
+            complete.replace(self.record)
+
+
+def start_tests(module: str, bug: Bug | None, records: Path) -> int:
     """Forks a process that plants the bug, runs the module's tests and exits with pytest's code. Returns its id."""
     import pytest
 
@@ -291,7 +315,8 @@ def start_tests(module: str, bug: Bug | None) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         if bug is not None:
             sys.meta_path.insert(0, _Finder(bug))
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", str(HERE / TESTS[module])])
+        order = ShortestFirst(records / f"{module}.json", writes=bug is None)
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", str(HERE / TESTS[module])], plugins=[order])
     os._exit(int(code))
 
 
@@ -308,12 +333,13 @@ def main() -> None:
     waiting = [(str(number), bug.module, bug) for number, bug in reversed(list(enumerate(BUGS)))]
     waiting += [(module, module, None) for module in sorted(TESTS)]
     running: dict[int, str] = {}
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            name, module, bug = waiting.pop()
-            running[start_tests(module, bug)] = name
-        child, status = os.wait()
-        print(running.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+    with tempfile.TemporaryDirectory() as records:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                name, module, bug = waiting.pop()
+                running[start_tests(module, bug, Path(records))] = name
+            child, status = os.wait()
+            print(running.pop(child), os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

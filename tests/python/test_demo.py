@@ -41,6 +41,7 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr
 
 
+@pytest.mark.nightly
 def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
     result = demo(tmp_path, "--quick", "--name", "short", "--prompt", "import os")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -83,6 +84,12 @@ def test_claim_that_fails_fails_the_run(tmp_path: Path) -> None:
     assert next(line for line in result.stdout.splitlines() if "FAIL" in line).find("bigram") > 0
     claims = json.loads((tmp_path / "runs" / "dsa_lm" / "metrics.json").read_text())["claims"]
     assert [claim["holds"] for claim in claims] == [False, True, True, True]
+    assert "\x1b" not in result.stdout  # no progress bar in a pipe
+    run = tmp_path / "runs" / "dsa_lm"
+    assert (run / "loss.png").read_bytes().startswith(PNG)
+    assert (run / "sample.txt").stat().st_size > 0
+    assert safetensors.torch.load_file(run / "model.safetensors")
+    assert (run / "tokenizer.json").exists()
 
 
 # ---- resuming ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .right import FuzzedCall
 from .wrong import WrongCall
 
 CALLS_A_ROUND = 50
+LEAST_CALLS = 15  # hypothesis makes the first ten small
 HANGS = 900  # seconds that no round takes, not even where hypothesis looks for a small call that fails too
 
 
@@ -99,9 +100,13 @@ def check_wrong(wrong: WrongCall | None) -> None:
 
 
 def rounds(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], seconds: float, seed: int) -> None:
-    """Rounds of calls, each from a seed of its own, one at least, until the seconds are over."""
+    """Rounds of calls, each from a seed of its own, one at least, until the seconds are over.
+
+    A round that takes longer ends after `LEAST_CALLS`. With 0 seconds it is whole, so that a failed call fails again.
+    """
     end = time.monotonic() + seconds
     while True:
+        checked, failed = 0, False
 
         @hypothesis.seed(seed)
         @settings(
@@ -113,7 +118,15 @@ def rounds(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], secon
         )
         @given(strategy)
         def one_round(call: Any) -> None:
-            check(call)
+            nonlocal checked, failed
+            if seconds > 0 and not failed and checked >= LEAST_CALLS and time.monotonic() >= end:
+                return
+            checked += 1
+            try:
+                check(call)
+            except BaseException:
+                failed = True  # hypothesis makes this call again
+                raise
 
         print(f"FUZZ_SEED={seed}", flush=True)  # what a call that ends the process was a call of
         faulthandler.dump_traceback_later(HANGS, exit=True)
