@@ -1,6 +1,9 @@
 """Generates pieces of the site's pages from docstrings, headers, tests and records, when the site is built.
 
-A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. GitHub does not display such lines.
+A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. A host of repositories does not display it; it
+displays the lines below that begin with `>` (raw.py), which the piece replaces.
+
+    python docs/generated.py PAGE.md    prints a page with its pieces
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import functions  # noqa: E402
 from declare import Operator  # noqa: E402
 
 PACKAGE = ROOT / "python" / "hopwell"
-MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->(?:\n> .*)*$", re.MULTILINE)
 TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.cmake").read_text())
 BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
@@ -312,3 +315,9 @@ def formulas_are_literal(app: object, what: str, name: str, obj: object, options
         else:
             result.append(line)
     lines[:] = result
+
+
+if __name__ == "__main__":
+    pieces = [Path(sys.argv[1]).read_text()]
+    fill(None, sys.argv[1], pieces)
+    print(with_docstrings(pieces[0]))

@@ -139,7 +139,7 @@ def test_performance_pages_begin_with_times_and_how_to_repeat_them(generated: Mo
     ]
     assert len(pages) == 7
     for page in pages:
-        begin = page.read_text().splitlines()[:6]
+        begin = page.read_text().splitlines()[:7]
         assert begin[2].startswith("<!-- generated: summary ")
         for line in begin:
             if not line.startswith("<!-- generated: summary "):
@@ -176,6 +176,23 @@ def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:
         generated.fill(None, name(page), source)
         made += asked
     assert made > 5 * len(generated.operators())
+
+
+def test_raw_pages_say_what_the_site_has_in_a_place(generated: ModuleType) -> None:
+    import raw
+
+    assert [name(page) for page in raw.pages() if page.read_text() != raw.written(page)] == []
+    for page in PAGES:
+        for found in generated.MARKER.finditer(page.read_text()):
+            for link in re.findall(r"\]\(([^)#]+)\)", found[0]):
+                assert (page.parent / link).exists(), f"{name(page)}: {link}"
+
+
+def test_a_page_is_printed_with_its_pieces() -> None:
+    page = "docs/performance/sparse_mla_forward.md"
+    command = [sys.executable, "docs/generated.py", page]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "TFLOP/s" in printed and "raw page" not in printed and "raw page" in (ROOT / page).read_text()
 
 
 def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> None:
