@@ -56,5 +56,5 @@ def catalogue() -> str:
     for module, names in modules().items():
         page = pages.get(module, "../compat.md" if ".compat." in module else "torch.md")
         rows = [[f"{{py:obj}}`{name} <{module}.{name}>`", sentence] for name, sentence in names]
-        text += f"## [{module}]({page})\n\n" + table(["name", "what it is"], rows) + "\n"
+        text += f"## [{module}]({page})\n\n" + table(["name", "description"], rows) + "\n"
     return text

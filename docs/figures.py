@@ -99,8 +99,10 @@ def span(values: list[float]) -> str:
 def summary(operator: str) -> str:
     """The beginning of a performance page: times, rates, the GPU, the peers with their versions, and the picture."""
     lines, made = fastest_rows(operator)
-    head = ["shape", "sizes, where they differ from the first row's", "ms", "rate", "kernel"]
-    text = table(head, lines[:FIRST_ROWS]) + "\n"
+    head = ["shape", "other sizes", "ms", "rate", "kernel"]
+    text = f"`{lines[0][0]}` is {lines[0][1]}. The other shapes have the same sizes, but for those named.\n\n"
+    lines[0][1] = "–"
+    text += table(head, lines[:FIRST_ROWS]) + "\n"
     if len(lines) > FIRST_ROWS:
         text += folded(f"{len(lines) - FIRST_ROWS} more shapes", table(head, lines[FIRST_ROWS:]))
     text += made_by(f"hopwell bench {operator}", made) + "\n"
