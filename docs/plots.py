@@ -131,7 +131,7 @@ def operator_picture(operator: str) -> str:
         figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         by_keys(axes, operator, MLA[operator][1])
         axes.set_ylabel("share of cuBLAS' bf16 product")
-        figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=2)
+        figure.legend(frameon=False, fontsize=8, loc="outside upper left", ncols=2)
         return plot.svg(figure)
     figure, axes = plt.subplots(figsize=(6.4, 0.8 + 0.27 * len(rows)), layout="constrained")
     plot.ratios(axes, [plot.bar(row, f"{records.short_text(row)} · {row['peer']}") for row in rows])
