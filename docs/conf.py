@@ -97,4 +97,5 @@ def setup(app: object) -> None:
     app.connect("build-finished", list_pages)
     app.connect("source-read", generated.fill)
     app.connect("source-read", write_markdown, priority=900)
+    app.connect("autodoc-skip-member", generated.skip_helpers)
     app.connect("autodoc-process-docstring", generated.formulas_are_literal, priority=100)

@@ -39,32 +39,78 @@ def model() -> ModuleType:
 def picture(operator: str) -> str:
     """The picture of an operator beside other packages, in a box that scrolls on a narrow screen."""
     image = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n"
-    return f"::::{{div}} picture\n{image}::::\n\n"
+    return f"::::{{div}} picture operator\n{image}::::\n\n"
 
 
-def summary(operator: str) -> str:
-    """The beginning of a performance page: times, rates, the GPU, the peers with their versions, and the picture."""
-    made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
+def sizes(row: Row, first: Row) -> str:
+    """Returns the sizes in which a row's call differs from the first row's; for the first row all that are not 0."""
+    settings, others = row["settings"], first["settings"] if row is not first else {}
+    named = [name for name, value in settings.items() if value != others.get(name, "0")]
+    return ", ".join(
+        f"{name} {records.number(int(settings[name])) if settings[name].isdigit() else settings[name]}"
+        for name in named
+    )
+
+
+FIRST_ROWS = 8  # rows of a summary that are not folded
+
+
+def fastest_rows(operator: str) -> tuple[list[list[str]], list[records.Record]]:
+    """Returns a row for each shape of `hopwell bench`, by its fastest backend: name, sizes, ms, rate, backend."""
+    made = [(row, record) for row, record in records.bench_rows(operator) if "=" not in row["shape"]]
     fastest: dict[str, Row] = {}
     for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
         fastest[row["shape"]] = row  # the last row of a shape is the fastest
     lines = []
     for shape in dict.fromkeys(row["shape"] for row, _ in made):
-        row = fastest[shape]
+        row, first = fastest[shape], fastest[made[0][0]["shape"]]
         amount, unit = (row["flops"], "TFLOP/s") if row["share_of_matmul"] else (row["bytes"], "TB/s")
         rate = amount / row["median_seconds"] / 1e12
-        lines.append([shape, f"`{row['backend']}`", f"{row['median_seconds'] * 1e3:.3f}", f"{rate:.3g} {unit}"])
-    text = table(["shape", "kernel", "ms", "rate"], lines)
-    text += made_by(f"hopwell bench {operator}", [record for _, record in made]) + "\n"
-    if not (rows := records.peer_rows(operator)):
+        ms = f"{row['median_seconds'] * 1e3:.3f}"
+        lines.append([shape, sizes(row, first), ms, f"{rate:.3g} {unit}", f"`{row['backend']}`"])
+    return lines, [record for _, record in made]
+
+
+def overview() -> str:
+    """The first shape of each operator that was timed on the H200, and its time beside other packages."""
+    lines, used = [], []
+    for name in records.operators():
+        rows, made = fastest_rows(name)
+        beside = "<br>".join(f"{peer}: {span(values)}" for peer, values in ratios(name).items()) or "–"
+        lines.append([f"[`{name}`](operators/{name}.md)", *rows[0][1:4], beside])
+        used += made
+    head = ["operator", "sizes of its first shape", "ms", "rate", "others' time ÷ Hopwell's"]
+    return table(head, lines) + made_by("hopwell bench", used)
+
+
+def ratios(operator: str) -> dict[str, list[float]]:
+    """Returns each peer's times over Hopwell's."""
+    found: dict[str, list[float]] = {}
+    for row in records.peer_rows(operator):
+        found.setdefault(row["peer"], []).append(row["times_as_fast"])
+    return found
+
+
+def span(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return f"{low} to {high} ({len(values)} shapes)" if len(values) > 1 else f"{low} (one shape)"
+
+
+def summary(operator: str) -> str:
+    """The beginning of a performance page: times, rates, the GPU, the peers with their versions, and the picture."""
+    lines, made = fastest_rows(operator)
+    head = ["shape", "other sizes", "ms", "rate", "kernel"]
+    text = f"`{lines[0][0]}` is {lines[0][1]}. The other shapes have the same sizes, but for those named.\n\n"
+    lines[0][1] = "–"
+    text += table(head, lines[:FIRST_ROWS]) + "\n"
+    if len(lines) > FIRST_ROWS:
+        text += folded(f"{len(lines) - FIRST_ROWS} more shapes", table(head, lines[FIRST_ROWS:]))
+    text += made_by(f"hopwell bench {operator}", made) + "\n"
+    if not records.peer_rows(operator):
         return text
     record = records.peer_record(operator)[1]
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        ratios.setdefault(row["peer"], []).append(row["times_as_fast"])
-    for peer, values in ratios.items():
-        text += f"- Beside {peer}: its time ÷ Hopwell's is {min(values):.2f} to {max(values):.2f}"
-        text += f" ({len(values)} shapes).\n" if len(values) > 1 else " (one shape).\n"
+    for peer, values in ratios(operator).items():
+        text += f"- Beside {peer}: its time ÷ Hopwell's is {span(values)}.\n"
     installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
     text += f"\nWith {', '.join(installed)}, on {records.provenance(record)}. "
     text += f"To repeat it: `python -m hopwell.bench {operator} --peers` ([how](../comparisons.md)).\n\n"
@@ -519,6 +565,7 @@ def model_products() -> str:
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
+        overview,
         summary,
         peers,
         beside,

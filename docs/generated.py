@@ -1,6 +1,9 @@
 """Generates pieces of the site's pages from docstrings, headers, tests and records, when the site is built.
 
-A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. GitHub does not display such lines.
+A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. A host of repositories does not display it; it
+displays the lines below that begin with `>` (raw.py), which the piece replaces.
+
+    python docs/generated.py PAGE.md    prints a page with its pieces
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import catalogue
 import figures
 import instructions
 from pieces import rst, table
@@ -27,7 +31,7 @@ import functions  # noqa: E402
 from declare import Operator  # noqa: E402
 
 PACKAGE = ROOT / "python" / "hopwell"
-MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->(?:\n> .*)*$", re.MULTILINE)
 TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.cmake").read_text())
 BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
@@ -166,8 +170,13 @@ def compat() -> str:
 def cpp(operator: str) -> str:
     """An operator's C++ program, which the installation test runs, and its generated argument struct."""
     program = f"```{{literalinclude}} ../../tests/install/operators/{operator}.cpp\n:language: cpp\n```\n\n"
-    return program + rst(
-        f".. doxygenstruct:: hopwell::{declared()[operator].camel}Args\n   :members:\n   :undoc-members:\n"
+    in_c = f"In C the struct is `hopwell_{operator}_args`, with the same fields. The functions are "
+    in_c += f"`hopwell_{operator}` and `hopwell_{operator}_workspace_bytes` "
+    in_c += "([differences](../reference/cpp.md#argument-structs)).\n\n"
+    return (
+        program
+        + in_c
+        + rst(f".. doxygenstruct:: hopwell::{declared()[operator].camel}Args\n   :members:\n   :undoc-members:\n")
     )
 
 
@@ -249,6 +258,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         chips,
         backends,
         instructions.instructions,
+        catalogue.catalogue,
     )
 } | figures.GENERATORS
 
@@ -268,7 +278,23 @@ def with_docstrings(page: str) -> str:
     def text(found: re.Match[str]) -> str:
         return f"**{found[1]}**\n\n```text\n{known[found[1]]}\n```" if found[1] in known else found[0]
 
+    page = re.sub(r"\{py:obj\}`(\w+) <[\w.]+>`", r"`\1`", page)
     return re.sub(r"```\{eval-rst\}\n\.\. autofunction:: hopwell\.(\w+)\n```", text, page)
+
+
+# Methods that the modules call on each other: steps of `forward`, and what PyTorch asks for.
+HELPERS = {
+    *("combine", "extra_repr", "finish", "halo_sizes", "heads_proj", "into_latent", "lift", "out_of_latent"),
+    *("own_pieces", "parts", "pool", "project_all", "share_kept"),
+}
+
+
+def skip_helpers(app: object, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+    """Leaves helpers, and members that have no docstring of their own, out of the reference."""
+    if what != "class" or name == "forward":
+        return None
+    function = getattr(obj, "fget", None) or getattr(obj, "__func__", obj)
+    return True if name in HELPERS or not (callable(function) and function.__doc__) else None
 
 
 def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -289,3 +315,9 @@ def formulas_are_literal(app: object, what: str, name: str, obj: object, options
         else:
             result.append(line)
     lines[:] = result
+
+
+if __name__ == "__main__":
+    pieces = [Path(sys.argv[1]).read_text()]
+    fill(None, sys.argv[1], pieces)
+    print(with_docstrings(pieces[0]))

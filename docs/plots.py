@@ -128,12 +128,12 @@ def operator_picture(operator: str) -> str:
         return ""
     plot.style()
     if operator in MLA:
-        figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         by_keys(axes, operator, MLA[operator][1])
         axes.set_ylabel("share of cuBLAS' bf16 product")
-        figure.legend(frameon=False, fontsize=8, loc="outside right center")
+        figure.legend(frameon=False, fontsize=8, loc="outside upper left", ncols=2)
         return plot.svg(figure)
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.27 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 0.8 + 0.27 * len(rows)), layout="constrained")
     plot.ratios(axes, [plot.bar(row, f"{records.short_text(row)} · {row['peer']}") for row in rows])
     return plot.svg(figure)
 

@@ -56,6 +56,12 @@ def bench_rows(operator: str, machine: str = "h200") -> list[tuple[Row, Record]]
     ]
 
 
+def operators() -> list[str]:
+    """Returns the operators of the H200's records of `hopwell bench`, in alphabetical order."""
+    found = (row for path in FOLDER.glob("*.json") for row in read(path.stem).get("results", []))
+    return sorted({row["operator"] for row in found if "operator" in row and "median_seconds" in row})
+
+
 def peer_records(machine: str) -> list[Record]:
     """Returns a machine's records of comparisons with other packages. Each record has some of the operators."""
     return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]

@@ -15,31 +15,19 @@ from it:
 """
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
-from dsa_lm.options import Parser, at_least, seed
-from dsa_lm.report import DemoError, console
+from dsa_lm.options import QUICK, ExperimentParser, at_least, run_experiment, seed
 
 PROMPT = "def read_lines(path):\n"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train_dsa_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="PATH",
-        help="files or folders of UTF-8 text (default: the Python standard library's sources)",
-    )
+    parser = ExperimentParser("train_dsa_lm", __doc__, name="dsa_lm")
     parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000; 300 with --large)")
     parser.add_argument(
         "--seed", type=seed, default=0, help="seed of initial weights, batches and the sample (default: 0)"
     )
-    parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
     parser.add_argument("--prompt", default=PROMPT, help="text that the sample continues")
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in runs/NAME")
     parser.add_argument(
@@ -50,34 +38,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="under torchrun: how long a rank waits for the others before it ends with an error (default: 600)",
     )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--quick", action="store_true", help="a smaller model on a part of the text: seconds instead of minutes"
-    )
+    sizes.add_argument("--quick", action="store_true", help=QUICK)
     sizes.add_argument(
         "--large",
         action="store_true",
         help="about 100 million parameters and a context of 8192, on a GPU: minutes on an H200",
     )
-    options = parser.parse_args(arguments)
-    if Path(options.name).name != options.name:
-        parser.error(f"argument --name: expected a plain name; got {options.name!r}")
-    return options
+    return parser.options(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # PyTorch's threads spin while they wait, and take processor time from the library's threads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        options = parse(arguments)
-        from dsa_lm.experiment import run  # after the line above, because OpenMP reads it when PyTorch is imported
-
-        return 0 if run(options, console()) else 1
-    except DemoError as error:
-        reason = str(error)
-    except KeyboardInterrupt:
-        reason = "interrupted; --resume goes on from the last checkpoint"
-    print(f"train_dsa_lm: {reason}", file=sys.stderr)
-    return 2
+    return run_experiment(
+        "train_dsa_lm",
+        lambda: parse(arguments),
+        "dsa_lm.experiment",
+        "interrupted; --resume goes on from the last checkpoint",
+    )
 
 
 if __name__ == "__main__":

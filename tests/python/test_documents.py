@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
 import json
@@ -111,6 +112,23 @@ def test_reference_of_instructions_has_every_function_and_its_certification(gene
     assert wait.startswith("mbarrier.init: ") and "#parallel-synchronization" in wait
 
 
+def test_the_list_of_functions_has_every_one(generated: ModuleType) -> None:
+    import catalogue
+    from hopwell import compat, reference
+    from hopwell import torch as hw
+
+    listed = {module: {name for name, _ in names} for module, names in catalogue.modules().items()}
+    assert listed["hopwell.torch"] == set(hw.__all__) - {"nn"}
+    assert listed["hopwell.reference"] == set(reference.__all__)
+    parallel = importlib.import_module("hopwell.torch.parallel")
+    for module, names in (("nn", hw.nn.__all__), ("parallel", parallel.__all__)):
+        functions = {name for name in names if not name.endswith("Mode")}  # types of literals
+        assert listed[f"hopwell.torch.{module}"] == functions
+    assert {f"hopwell.compat.{name}" for name in generated.compat_modules()} < set(listed)
+    assert "gather_attn" in listed["hopwell.compat.attn_gym"] and compat.__doc__
+    assert all(sentence for names in catalogue.modules().values() for _, sentence in names)
+
+
 def test_every_operator_has_a_family(generated: ModuleType) -> None:
     assert sorted(name for names in generated.FAMILIES.values() for name in names) == sorted(_ops.OPERATORS)
 
@@ -121,10 +139,16 @@ def test_performance_pages_begin_with_times_and_how_to_repeat_them(generated: Mo
     ]
     assert len(pages) == 7
     for page in pages:
-        source = ["\n".join(page.read_text().splitlines()[:4])]
-        generated.fill(None, name(page), source)
-        for word in ("| ms |", "rate |", "NVIDIA H", "commit", "`hopwell bench "):
-            assert word in source[0], f"{name(page)}: {word}"
+        begin = page.read_text().splitlines()[:7]
+        assert begin[2].startswith("<!-- generated: summary ")
+        for line in begin:
+            if not line.startswith("<!-- generated: summary "):
+                continue
+            source = [line]
+            generated.fill(None, name(page), source)
+            assert re.search(r"^\| .+ \| \d+\.\d{3} \| [\d.]+ T(FLOP|B)/s \| `sm\d+` \|$", source[0], re.MULTILINE)
+            for word in ("| ms |", "NVIDIA H", "commit", "`hopwell bench "):
+                assert word in source[0], f"{name(page)}: {word}"
 
 
 def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> None:
@@ -152,6 +176,23 @@ def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:
         generated.fill(None, name(page), source)
         made += asked
     assert made > 5 * len(generated.operators())
+
+
+def test_raw_pages_say_what_the_site_has_in_a_place(generated: ModuleType) -> None:
+    import raw
+
+    assert [name(page) for page in raw.pages() if page.read_text() != raw.written(page)] == []
+    for page in PAGES:
+        for found in generated.MARKER.finditer(page.read_text()):
+            for link in re.findall(r"\]\(([^)#]+)\)", found[0]):
+                assert (page.parent / link).exists(), f"{name(page)}: {link}"
+
+
+def test_a_page_is_printed_with_its_pieces() -> None:
+    page = "docs/performance/sparse_mla_forward.md"
+    command = [sys.executable, "docs/generated.py", page]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "TFLOP/s" in printed and "raw page" not in printed and "raw page" in (ROOT / page).read_text()
 
 
 def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> None:

@@ -133,6 +133,7 @@ def config_of(method: str, w4a4: bool = False, ignore: list[str] | None = None) 
 
 
 def write(folder: Path, state: State, config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "test", "quantization_config": config}))
     save_file(state, folder / "model.safetensors")
     return folder
@@ -347,6 +348,62 @@ WRONG: dict[str, tuple[str, Callable[[State, dict[str, Any]], None], str]] = {
         f"NVFP4Linear.from_checkpoint: {LAYER}.weight_global_scale must be finite and above 0, with a finite"
         " reciprocal; got 0.0"),
 }  # fmt: skip
+
+
+def renamed(state: State, prefix: str = "", old: str = "layers", new: str = "layers") -> State:
+    return {prefix + name.replace(f"{old}.", f"{new}."): tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("method", FORMATS)
+def test_another_prefix_is_named(method: str, strict: bool, tmp_path: Path) -> None:
+    state, _ = made(method)
+    write(tmp_path / "with", renamed(state, "model."), config_of(method))
+    write(tmp_path / "without", state, config_of(method))
+    model, inner = Model(), Model()
+    before = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+    outer = torch.nn.ModuleDict({"model": inner})
+    for folder, target, expected in (
+        ("with", inner, "such as embed_tokens; got model.embed_tokens: names with the prefix 'model.'"),
+        ("without", outer, "such as model.embed_tokens; got embed_tokens: names without the prefix 'model.'"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^load_nvfp4: folder must be a checkpoint with the model's names, "
+        ) as error:
+            hw.load_nvfp4(target, tmp_path / folder, strict=strict)
+        assert str(error.value).endswith(expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in inner.state_dict().items())
+    hw.load_nvfp4(outer, tmp_path / "with", strict=strict)
+    hw.load_nvfp4(model, tmp_path / "without", strict=strict)
+    tokens = torch.arange(40).view(2, 20)
+    assert torch.equal(inner(tokens), model(tokens))
+
+
+def test_names_of_another_model_are_named(tmp_path: Path) -> None:
+    state, _ = made("modelopt")
+    layers = {name: tensor for name, tensor in state.items() if name.startswith("layers.")}
+    write(tmp_path, renamed(layers, old="layers", new="h"), config_of("modelopt"))
+    with pytest.raises(ValueError, match=r"such as embed_tokens; got other names, the nearest \['h\.") as error:
+        hw.load_nvfp4(Model(), tmp_path, strict=False)
+    assert "layers" not in str(error.value)
+
+
+def test_a_wrong_prefix_of_a_layer_is_named() -> None:
+    state, _ = random_layer("model.mlp.up_proj", 32, 64, "modelopt", ())
+    state |= random_layer("model.mlp.down_proj", 32, 64, "modelopt", ())[0] | {"norm.weight": torch.ones(64)}
+    expected = "prefix must be a layer of the checkpoint that has weight_global_scale or weight_scale_2; got "
+    near = "and the nearest layers that have one are "
+    for prefix, names in (
+        ("mlp.up_proj", "['model.mlp.up_proj', 'model.mlp.down_proj']"),
+        ("model.model.mlp.down_proj.", "['model.mlp.down_proj', 'model.mlp.up_proj']"),
+        ("norm", "["),
+    ):
+        with pytest.raises(ValueError, match="prefix must be a layer") as error:
+            nn.NVFP4Linear.from_checkpoint(state, prefix)
+        text = f"NVFP4Linear.from_checkpoint: {expected}{prefix!r}, {near}{names}"
+        assert str(error.value).startswith(text)
+    with pytest.raises(ValueError, match=r"got 'norm', and no layer has one$"):
+        nn.NVFP4Linear.from_checkpoint({"norm.weight": torch.ones(64)}, "norm")
 
 
 @pytest.mark.parametrize("name", WRONG)

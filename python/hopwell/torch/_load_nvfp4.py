@@ -1,6 +1,6 @@
 """Checkpoints in NVFP4, loaded into a model of `nn.Linear`."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,7 +12,7 @@ from hopwell._checks import require
 from hopwell.torch._checkpoint_folder import Scheme, read_scheme, read_tensors
 from hopwell.torch.nn import NVFP4Linear
 from hopwell.torch.nn._module import check_type
-from hopwell.torch.nn._nvfp4_checkpoint import convention_of, key
+from hopwell.torch.nn._nvfp4_checkpoint import convention_of, key, nearest
 
 _NAME = "load_nvfp4"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -139,6 +139,8 @@ def _matched(tensors: dict[str, Tensor], own: dict[str, Tensor], strict: bool) -
         if len(names) > 1 and given and isinstance(own[names[0]], nn.Parameter):
             rest |= dict.fromkeys(names, nn.Parameter(given[0], requires_grad=own[names[0]].requires_grad))
     missing, unknown = sorted(own.keys() - rest.keys()), sorted(tensors.keys() - own.keys())
+    if missing and unknown and (strict or not rest):
+        _require_common_prefix(missing, unknown)
     require(not (strict and missing), _NAME, "folder", f"a checkpoint with all of {missing[:3]}", "not all of them")
     require(not (strict and unknown), _NAME, "folder", "a checkpoint of this model", f"unknown tensors {unknown[:3]}")
     for name, tensor in rest.items():
@@ -148,3 +150,30 @@ def _matched(tensors: dict[str, Tensor], own: dict[str, Tensor], strict: bool) -
         fits = tensor.dtype == expected.dtype or (number and expected.is_floating_point())
         require(fits, _NAME, name, f"{expected.dtype} or one that converts to it", tensor.dtype)
     return rest
+
+
+def _require_common_prefix(missing: list[str], unknown: list[str]) -> None:
+    """Raises an error if no layer of the model that is missing has a name of the checkpoint. It names the prefix that
+    only one side has, or the checkpoint's layers whose names are nearest.
+    """
+    ours, theirs = ({name.rpartition(".")[0] for name in names} for names in (missing, unknown))
+    if ours & theirs:
+        return
+    for longer, shorter, side in ((theirs, ours, "with"), (ours, theirs, "without")):
+        pairs = [(layer, _longest_end(layer, shorter)) for layer in sorted(longer)]
+        prefixes = Counter(layer.removesuffix(end) for layer, end in pairs if end)
+        if prefixes:
+            prefix = prefixes.most_common(1)[0][0]
+            names = next((layer, end) for layer, end in pairs if end and layer == prefix + end)
+            got, mine = names if side == "with" else names[::-1]
+            expected = f"a checkpoint with the model's names, such as {mine}"
+            require(False, _NAME, "folder", expected, f"{got}: names {side} the prefix {prefix!r}")
+    first = min(ours)
+    expected = f"a checkpoint with the model's names, such as {first}"
+    require(False, _NAME, "folder", expected, f"other names, the nearest {nearest(first, theirs)}")
+
+
+def _longest_end(layer: str, names: set[str]) -> str:
+    """The longest of `names` that ends the name `layer` after a dot, or ""."""
+    parts = layer.split(".")
+    return next((end for i in range(1, len(parts)) if (end := ".".join(parts[i:])) in names), "")

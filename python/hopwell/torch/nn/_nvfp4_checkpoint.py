@@ -4,8 +4,9 @@ Names and meaning are from compressed-tensors (`compressors/nvfp4`, `quantizatio
 (`torch/export/unified_export_hf.py`, `qtensor/nvfp4_tensor.py`). Both put element 2i in the low half of byte i.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -59,12 +60,22 @@ def convention_of(tensors: Mapping[str, Tensor], prefix: str) -> Convention | No
     return None
 
 
+def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """The names that a wrong `name` may have meant, the nearest first. Names that end as it does come first."""
+    tail = name.removesuffix(".")
+    ends = sorted((n for n in names if n.endswith(f".{tail}") or tail.endswith(f".{n}")), key=len)
+    return (ends + [n for n in get_close_matches(tail, names, count, cutoff=0) if n not in ends])[:count]
+
+
 def read_layer(tensors: Mapping[str, Tensor], prefix: str) -> Layer:
     """The layer's tensors, checked. A ValueError names the tensor that is missing or wrong."""
     convention = convention_of(tensors, prefix)
     if convention is None:
-        names = " or ".join(key(prefix, c.weight_global) for c in (COMPRESSED_TENSORS, MODELOPT))
-        raise ValueError(f"{_NAME}: tensors must have {names}; got neither")
+        marks = [c.weight_global for c in (COMPRESSED_TENSORS, MODELOPT)]
+        layers = {layer for layer, _, last in (name.rpartition(".") for name in tensors) if last in marks}
+        near = f"the nearest layers that have one are {nearest(prefix, layers)}" if layers else "no layer has one"
+        expected = f"a layer of the checkpoint that has {' or '.join(marks)}"
+        raise ValueError(f"{_NAME}: prefix must be {expected}; got {prefix!r}, and {near}")
 
     def given(name: str) -> Tensor:
         require(key(prefix, name) in tensors, _NAME, "tensors", f"a mapping with {key(prefix, name)}", "none")
