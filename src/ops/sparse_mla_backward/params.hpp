@@ -59,7 +59,17 @@ struct WindowParams : Params {
   int window_stride;      // elements
   int most_entries;       // of a query: window keys and topk
   int sms;
+  FarQueries far;
 };
+
+// The tile of a cluster. Neighbouring clusters run at the same time; see FarQueries.
+HOPWELL_DEVICE WorkTile tile_of(const Params& p, int cluster, int heads) { return work_tile_of(p, cluster, heads); }
+HOPWELL_DEVICE WorkTile tile_of(const WindowParams& p, int cluster, int heads) {
+  WorkTile work = work_tile_of(p, cluster, heads);
+  if (work.query < p.far.count * p.far.distance)
+    work.query = work.query % p.far.count * p.far.distance + work.query / p.far.count;
+  return work;
+}
 
 // The entries of a tile.
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
@@ -174,7 +184,7 @@ inline Params params_of(Params p, const Problem& problem, const Plan& plan, void
 }
 
 // The further parameters of kernels for queries with window keys.
-inline WindowParams window_params_of(const Problem& problem) {
+inline WindowParams window_params_of(const Problem& problem, const Plan& plan) {
   WindowParams p{};
   p.window = problem.window;
   const auto address = [](const View& view) {
@@ -184,13 +194,13 @@ inline WindowParams window_params_of(const Problem& problem) {
   p.window_offset =
       (address(problem.window_kv) - address(problem.kv)) / std::int64_t{sizeof(bf16)} - problem.s_kv * p.window_stride;
   p.most_entries = static_cast<int>(problem.topk + problem.window.most_keys());
-  p.sms = problem.device.sms;
+  p.sms = problem.device.sms, p.far = plan.far_queries;
   return p;
 }
 template <class P>
-P further_params_of(const Problem& problem) {
+P further_params_of(const Problem& problem, const Plan& plan) {
   if constexpr (std::is_same_v<P, WindowParams>)
-    return window_params_of(problem);
+    return window_params_of(problem, plan);
   else
     return {};
 }

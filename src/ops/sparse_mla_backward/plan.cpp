@@ -156,6 +156,24 @@ void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.singles = schedule(plan.singles, p, kernels, plan.dkv_accum);
 }
 
+// Without indices all queries add to the same rows of dkv_accum, in the same order, and neighbours have nearly the same
+// window keys as well. Additions to one row wait for each other, so neighbouring clusters take far queries. With indices
+// that is slower, because CTAs in step find each other's rows in L2.
+//
+//     count                   1, 8, 16, 24, 33, 44, 66, 132 (H200, windows of 128, ratio 128)
+//     64 heads, 32 K tokens   14.7, 9.8, 9.4, 8.9, 9.1, 9.0, 9.9, 13.8 ms
+//     64 heads, 128 K         84.6, 71.0, 70.6, 69.8, 71.1, 70.5, 73.2, 77.5 ms
+//     128 heads, 128 K        138.7, 136.5, 136.5, 137.2, 138.5, 139.7, 140.9, 138.7 ms
+void plan_far_queries(Plan& plan, const Problem& p) {
+  constexpr int kFarQueries = 24;
+  if (!p.window || p.selection.indices) return;
+  std::int64_t queries = p.s_q;  // those without splits
+  for (const MainPass* pass : {&plan.pairs, &plan.singles})
+    if (pass->head_blocks > 0) queries = std::min<std::int64_t>(queries, pass->whole_tiles / pass->head_blocks);
+  plan.far_queries.count = takes_every_path(p) ? 2 : kFarQueries;
+  plan.far_queries.distance = static_cast<int>(queries / plan.far_queries.count);
+}
+
 void lay_out(Plan& plan, const Problem& p) {
   Workspace& w = plan.workspace;
   runtime::WorkspaceLayout layout;
@@ -192,6 +210,7 @@ Plan make_plan(const Problem& p, const MainKernels& kernels) {
   plan_heads(plan, p, kernels);
   plan_groups(plan, p, kernels);
   plan_serpentine(plan, p);
+  plan_far_queries(plan, p);
   lay_out(plan, p);
   return plan;
 }

@@ -58,6 +58,12 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int hea
           split < 0 ? 0 : split % pass.splits * pass.split_entries};
 }
 
+// `count` neighbouring clusters process queries at this distance. A tile with query i of the call's order, below
+// count * distance, has query i mod count * distance + i div count instead. Other tiles keep theirs.
+struct FarQueries {
+  int count = 1, distance = 0;
+};
+
 // Byte offsets in the workspace.
 struct Workspace {
   std::size_t dkv = 0;                             // dkv_accum, if it is not the output: 4 bytes an element
@@ -88,9 +94,10 @@ struct Plan {
   int serpentine_tiles = 0;             // serpentine wave order: tiles of a wave; 0: off
   bool throttles = false;               // … and throttled: tile/gpu/throttle.hpp
   int max_lead = 0;                     // steps that a CTA may lead the average of its wave
-  bool prefetch_dkv_accum = false;      // to L2, a step ahead
-  bool kv_evict_first = false;          // rows of kv leave L2 before dkv_accum
-  QueryGroups groups;                   // groups of queries with merged rows
+  FarQueries far_queries;
+  bool prefetch_dkv_accum = false;  // to L2, a step ahead
+  bool kv_evict_first = false;      // rows of kv leave L2 before dkv_accum
+  QueryGroups groups;               // groups of queries with merged rows
   MainPass grouped, pairs, singles;
   Workspace workspace;
   std::size_t workspace_bytes = 0;

@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) sparse_mla_bwd_sm80(const __gr
 template <class T, class P>
 void launch_tile(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   constexpr std::size_t kBytes = sizeof(SharedStorage<T>);
-  const P p = further_params_of<P>(problem);
+  const P p = further_params_of<P>(problem, plan);
   if (plan.dkv_accum == DkvAccum::fixed_point)
     launch_main<sparse_mla_bwd_sm80<T, true, false, P>>(problem, plan, workspace, plan.singles, p, T::kThreads, kBytes,
                                                         stream);

@@ -41,9 +41,10 @@ struct PairWork {
   int first_head[2];  // of its own 64 heads, and of the peer's
   uint32_t rank;
 };
-HOPWELL_DEVICE PairWork pair_work_of(const Params& p) {
+template <class P>
+HOPWELL_DEVICE PairWork pair_work_of(const P& p) {
   const int rank = int(arch::cluster_rank());
-  const WorkTile work = work_tile_of(p, arch::block_index() / 2, PairConfig::kHeads);
+  const WorkTile work = tile_of(p, arch::block_index() / 2, PairConfig::kHeads);
   return {
       work, {work.first_head + rank * Config::kHeads, work.first_head + (1 - rank) * Config::kHeads}, uint32_t(rank)};
 }
@@ -429,7 +430,7 @@ template <class P>
 void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const auto launch = [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
-    const P p = further_params_of<P>(problem);
+    const P p = further_params_of<P>(problem, plan);
     if (problem.attn && !plan.distribution)
       launch_main<sparse_mla_bwd_sm90_pair<kDqk, true, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
                                                            kBytes, stream);

@@ -77,7 +77,10 @@ enum NamedBarrier : int {
   kHighStaged
 };
 
-HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
+template <class P>
+HOPWELL_DEVICE WorkTile work_of(const P& p) {
+  return tile_of(p, arch::block_index(), Config::kHeads);
+}
 
 #if HOPWELL_HAS_SM90A
 
@@ -418,7 +421,7 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
   constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
   const auto launch = [&]<bool kFixed, bool kAttn>() {
     launch_main<sparse_mla_bwd_sm90_single<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
-        problem, plan, workspace, plan.singles, further_params_of<P>(problem), Config::kThreads, kBytes, stream);
+        problem, plan, workspace, plan.singles, further_params_of<P>(problem, plan), Config::kThreads, kBytes, stream);
   };
   if (plan.dkv_accum == DkvAccum::fixed_point)
     launch.template operator()<true, false>();

@@ -79,7 +79,7 @@ template <int kDqk, int kCtas>
 HOPWELL_DEVICE void prefetch_next_tile(const WindowParams& p, int head, int t) {
   const int cluster = (int(arch::block_index()) + p.sms) / kCtas;
   if (cluster >= int(arch::grid_size()) / kCtas) return;
-  const WorkTile work = work_tile_of(p, cluster, kCtas * Config::kHeads);
+  const WorkTile work = tile_of(p, cluster, kCtas * Config::kHeads);
   const int first = work.first_head + head, left = p.h_q - first, heads = left < Config::kHeads ? left : Config::kHeads;
   // Eight threads have the 128-byte lines of a row.
   const auto prefetch = [&](const bf16* rows, int64_t stride_s, int64_t stride_h) {
