@@ -1,0 +1,58 @@
+"""Solutions of FlashInfer-Bench's definitions of DeepSeek Sparse Attention over pages.
+
+    from hopwell.compat.flashinfer_bench import dsa_sparse_attention as run        # the whole main.py of a solution
+
+Such a solution has the language python, the entry point `main.py::run` and destination_passing_style False.
+
+| definition | function |
+| --- | --- |
+| `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64` | `dsa_sparse_attention` |
+
+Axes, order of the arguments and results are those of `docs/op-types/dsa-paged.mdx` of
+github.com/flashinfer-ai/flashinfer-bench at 40e6ca7 and of `flashinfer/trace/templates/attention.py` of
+github.com/flashinfer-ai/flashinfer at fb28d72. lse is to base 2. A token without a valid index gets an output of 0 and
+lse −inf. Differences: an index below 0 or beyond the cache is invalid, where the definition's only is −1. Any number of
+heads, any page size, any topk and, on the CPU, any width and fp32 are supported. The two parts of the queries are put
+together first, which copies them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hopwell.torch import ops
+
+from .._checks import require, require_shape
+from ._names import named
+
+__all__ = ["dsa_sparse_attention"]
+
+
+@torch.no_grad()
+def dsa_sparse_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, sparse_indices: Tensor, sm_scale: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of each token over selected slots of a cache in two tensors.
+
+    Args:
+        q_nope, q_pe: bf16 [num_tokens, num_qo_heads, head_dim_ckv] and [.., head_dim_kpe].
+        ckv_cache, kpe_cache: bf16 [num_pages, page_size, head_dim_ckv] and [.., head_dim_kpe].
+        sparse_indices: int32 [num_tokens, topk], slots; −1 for none.
+        sm_scale: factor of the logits.
+
+    Returns:
+        output like q_nope, and lse float32 [num_tokens, num_qo_heads], to base 2.
+    """
+    name = "dsa_sparse_attention"
+    require_shape(name, "q_nope", q_nope, num_tokens=None, num_qo_heads=None, head_dim_ckv=None)
+    tokens, heads, d_v = q_nope.shape
+    require_shape(name, "q_pe", q_pe, num_tokens=tokens, num_qo_heads=heads, head_dim_kpe=None)
+    require(q_pe.dtype == q_nope.dtype, name, "q_pe", f"{q_nope.dtype} as q_nope is", q_pe)
+    require_shape(name, "ckv_cache", ckv_cache, num_pages=None, page_size=None, head_dim_ckv=d_v)
+    same = "columns of q_nope and q_pe"
+    with named(name, q=same, cache="ckv_cache", rope_cache="kpe_cache", indices="sparse_indices", d_v="head_dim_ckv"):
+        out, lse = ops.sparse_mla_decode(
+            *(torch.cat([q_nope, q_pe], -1), ckv_cache, sparse_indices, float(sm_scale), d_v), rope_cache=kpe_cache
+        )
+    return out, lse.masked_fill_(lse == torch.inf, -torch.inf) / math.log(2)
