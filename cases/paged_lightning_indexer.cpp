@@ -248,7 +248,7 @@ Rounding rounding_on(const std::string& backend, DType dtype) {
 }
 
 // For scores that rounding may reorder: checks that a query selects the right number of positions, ascending, each with
-// its score, and that no other position beats one of them by more than rounding.
+// its score, and that no other position beats a selected one by more than rounding.
 std::string verify_row(const Paged& p, const Rounding& bound, const std::vector<Visible>& visible,
                        const std::vector<Score>& row, const std::vector<double>& indices,
                        const std::vector<double>& scores) {
@@ -502,6 +502,16 @@ Problems problems() {
                                     .lens = Lens::kFull,
                                     .data = Data::kIntegers,
                                     .pages = Pages::kBad});
+    add_case("_longest_few_left", {.b = 1,
+                                   .q_len = 1,
+                                   .h_index = 2,
+                                   .d_index = 32,
+                                   .topk = 27000,
+                                   .blocks = 520,
+                                   .block = 64,
+                                   .max_blocks = 515,
+                                   .lens = Lens::kFull,
+                                   .pages = Pages::kBad});
     add_case("_production",
              {.b = 2, .q_len = 2, .h_index = 64, .topk = 512, .blocks = 30, .block = 64, .max_blocks = 12});
     for (const std::int64_t h : {1, 5, 8, 32, 33, 64, 130})
@@ -533,6 +543,8 @@ Suite paged_lightning_indexer() {
   Suite suite{"paged_lightning_indexer", {}, {}, {}};
   for (const auto& [name, problem] : problems())
     suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p, false); });
+  leave_to_nightly(suite, {"fp8_longest", "fp8_longest_bad_pages", "fp8_longest_few_left", "fp8_many_keys",
+                           "fp8_many_keys_few_left", "bf16_many_keys_bad_pages"});
   const auto shape = [](const char* fp8, const char* b, const char* q_len, const char* context) {
     return Settings{{"fp8", fp8},      {"b", b},           {"q_len", q_len}, {"context", context},
                     {"h_index", "64"}, {"d_index", "128"}, {"topk", "2048"}};

@@ -1,4 +1,4 @@
-"""paged_lightning_indexer beside lightning_indexer over the same keys in one tensor: indices and scores have equal bits."""
+"""paged_lightning_indexer beside lightning_indexer over the same keys in one tensor: equal bits."""
 
 from typing import Any
 

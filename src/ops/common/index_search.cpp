@@ -158,7 +158,7 @@ Tile next_tile(const Block& block, std::int64_t key) {
   return tile;
 }
 
-// Appends the scores of the keys first … end − 1 but for absent ones. `score` is that of `first`.
+// Appends the scores of the keys first … end − 1 but for absent ones. `score` points to the score of `first`.
 void append(const float* score, std::int64_t first, std::int64_t end, const std::int32_t* absent, Candidates& to) {
   while (*absent < first) ++absent;
   while (first < end) {

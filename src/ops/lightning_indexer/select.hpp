@@ -56,7 +56,7 @@ struct QueryRow {
   float* top_scores;
   int first_key, visible;  // first visible key; number of visible keys
 
-  // What is written for a visible key.
+  // The index that is written for a visible key.
   [[nodiscard]] HOPWELL_DEVICE int index(int key) const { return first_key + key; }
 };
 HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
@@ -66,7 +66,7 @@ HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
           int(visible.count)};
 }
 
-// The CTAs that write a row together, and this one of them.
+// The number of CTAs that write a row together, and this CTA's rank.
 struct RowCtas {
   int rank = 0, count = 1;
 };

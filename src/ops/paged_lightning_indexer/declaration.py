@@ -6,8 +6,8 @@ SELECTED = "[b, q_len, topk] or [b, topk]"
 
 paged_lightning_indexer = Operator(
     "paged_lightning_indexer",
-    "The topk visible positions of largest index score, in ascending order, of one or a few query tokens a sequence over"
-    " a paged cache of index keys.",
+    "The topk visible positions of largest index score, in ascending order, of one or a few query tokens a sequence"
+    " over a paged cache of index keys.",
     formula="""
         score[s,i,p] = k_scale[p] * sum_j weights[s,i,j] * q_scale[s,i,j] * relu(q_index[s,i,j,:] . k[p,:])
     """,

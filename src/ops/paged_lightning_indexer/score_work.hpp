@@ -151,7 +151,7 @@ HOPWELL_DEVICE void advance(const Params& p, WorkItem& item) {
   while (item.count == 0);
 }
 
-// The parameters of an item: those of lightning_indexer for the queries of its sequence.
+// The parameters of lightning_indexer for the queries of an item's sequence.
 template <class T, class Params>
 HOPWELL_DEVICE Params params_of_item(const Params& p, const WorkItem& item) {
   Params of = p;

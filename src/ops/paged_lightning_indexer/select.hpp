@@ -73,7 +73,7 @@ HOPWELL_DEVICE void write_visible(const PagedSelectParams& p, int* of_warp, cons
   if (row.length && arch::thread_index() == 0) *row.length = written;
 }
 
-// The sortable key of absent_score() is 1, that of −inf 0x007fffff.
+// The sortable key of absent_score() is 1. The sortable key of −inf is 0x007fffff.
 HOPWELL_DEVICE bool selects_absent(const PagedSelectParams& /*p*/, uint32_t order) { return order < 0x007fffffU; }
 HOPWELL_DEVICE uint32_t lowest_order(const PagedSelectParams& /*p*/) { return 1; }
 

@@ -6,8 +6,8 @@ import numpy as np
 from hopwell import reference
 from hopwell.reference._visible import visible_keys
 
-from .draw import E4M3
 from .bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, compare, e4m3_cut, finite, is_cut, unless
+from .draw import E4M3
 
 
 def _scores(
