@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopwell.compat.flashinfer_bench import dsa_sparse_attention
+from hopwell.compat.flashinfer_bench import dsa_sparse_attention, dsa_topk_indexer_fp8
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -70,3 +70,52 @@ def test_dsa_sparse_attention(tokens: int, heads: int, topk: int) -> None:
 def test_wrong_arguments_of_the_attention(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^dsa_sparse_attention: " + message):
         dsa_sparse_attention(**{**attention_inputs(2, topk=9), **change})
+
+
+# ---- the indexer -----------------------------------------------------------------------------------------------------
+
+
+def indexer_inputs(lengths: list[int], pages: int) -> dict[str, Any]:
+    """Small integers as keys and queries, so that scores are exact and many are equal."""
+    batch, heads, d = len(lengths), 64, 128
+    codes = torch.randint(-1, 2, (pages * 64, d)).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = 2.0 ** torch.randint(-1, 2, (pages * 64, 1))
+    cache = torch.cat([codes.view(pages, -1), scales.float().view(torch.uint8).view(pages, -1)], 1)
+    return {
+        "q_index_fp8": torch.randint(-1, 2, (batch, heads, d)).float().to(torch.float8_e4m3fn),
+        "k_index_cache_fp8": cache.view(torch.int8).view(pages, 64, 1, 132),
+        "weights": torch.randint(-1, 2, (batch, heads)).float(),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": torch.stack([torch.randperm(pages) for _ in lengths]).int(),
+    }
+
+
+def test_dsa_topk_indexer() -> None:
+    call = indexer_inputs([0, 5, 2048, 2500, 2560], 40)
+    actual = dsa_topk_indexer_fp8(**call)
+    assert actual.dtype == torch.int32 and actual.shape == (5, 2048)
+    data = call["k_index_cache_fp8"].view(torch.uint8).view(40, -1)
+    keys = data[:, : 64 * 128].reshape(-1, 128).view(torch.float8_e4m3fn).double()
+    keys *= data[:, 64 * 128 :].reshape(-1, 4).view(torch.float32).double()
+    for s, length in enumerate(call["seq_lens"].tolist()):
+        position = torch.arange(length)
+        slots = call["block_table"][s].long()[position // 64] * 64 + position % 64
+        dots = (call["q_index_fp8"][s].double() @ keys[slots].T).relu()
+        scores = (call["weights"][s].double() @ dots).tolist()
+        best = sorted(sorted(range(length), key=lambda p: (-scores[p], p))[:2048])
+        assert actual[s, : len(best)].tolist() == slots[best].tolist() and actual[s, len(best) :].eq(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_index_fp8": torch.zeros(1, 64, 128)}, "q_index_fp8 must be float8_e4m3fn; got torch.float32"),
+        ({"k_index_cache_fp8": torch.zeros(2, 64, 1, 128).char()}, "k_index_cache_fp8 must be .*"),
+        ({"weights": torch.zeros(1, 63)}, "weights must be .*"),
+        ({"seq_lens": torch.zeros(1)}, "seq_lens must be int32 .*; got float32"),
+        ({"block_table": torch.zeros(1, 2)}, "block_table must be int32 .*; got float32"),
+    ],
+)
+def test_wrong_arguments_of_the_indexer(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^dsa_topk_indexer_fp8: " + message):
+        dsa_topk_indexer_fp8(**{**indexer_inputs([9], 2), **change})

@@ -7,13 +7,15 @@ Such a solution has the language python, the entry point `main.py::run` and dest
 | definition | function |
 | --- | --- |
 | `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64` | `dsa_sparse_attention` |
+| `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` | `dsa_topk_indexer_fp8` |
 
 Axes, order of the arguments and results are those of `docs/op-types/dsa-paged.mdx` of
 github.com/flashinfer-ai/flashinfer-bench at 40e6ca7 and of `flashinfer/trace/templates/attention.py` of
 github.com/flashinfer-ai/flashinfer at fb28d72. lse is to base 2. A token without a valid index gets an output of 0 and
 lse −inf. Differences: an index below 0 or beyond the cache is invalid, where the definition's only is −1. Any number of
-heads, any page size, any topk and, on the CPU, any width and fp32 are supported. The two parts of the queries are put
-together first, which copies them.
+heads, any page size, any topk of the attention and, on the CPU, any width and fp32 are supported. The two parts of the
+queries are put together first, which copies them. The indexer's slots are in ascending order of position, not of score,
+and of equal scores the smaller positions are taken; −1 stands at the end of a row.
 """
 
 import math
@@ -26,7 +28,9 @@ from hopwell.torch import ops
 from .._checks import require, require_shape
 from ._names import named
 
-__all__ = ["dsa_sparse_attention"]
+__all__ = ["dsa_sparse_attention", "dsa_topk_indexer_fp8"]
+
+_TOPK = 2048  # of the definition
 
 
 @torch.no_grad()
@@ -56,3 +60,36 @@ def dsa_sparse_attention(
             *(torch.cat([q_nope, q_pe], -1), ckv_cache, sparse_indices, float(sm_scale), d_v), rope_cache=kpe_cache
         )
     return out, lse.masked_fill_(lse == torch.inf, -torch.inf) / math.log(2)
+
+
+@torch.no_grad()
+def dsa_topk_indexer_fp8(
+    q_index_fp8: Tensor, k_index_cache_fp8: Tensor, weights: Tensor, seq_lens: Tensor, block_table: Tensor
+) -> Tensor:
+    """The slots of the 2,048 positions of largest index score of each sequence.
+
+    Args:
+        q_index_fp8: float8_e4m3fn [batch_size, num_index_heads, index_head_dim].
+        k_index_cache_fp8: int8 [num_pages, page_size, 1, index_head_dim + 4]. In a page, the codes of all rows come
+            first, then an fp32 scale a row.
+        weights: float32 [batch_size, num_index_heads].
+        seq_lens: int32 [batch_size].
+        block_table: int32 [batch_size, max_num_pages].
+
+    Returns:
+        int32 [batch_size, 2048]; −1 where a sequence has fewer positions.
+    """
+    name = "dsa_topk_indexer_fp8"
+    require_shape(name, "q_index_fp8", q_index_fp8, batch_size=None, num_index_heads=None, index_head_dim=None)
+    require(q_index_fp8.dtype == torch.float8_e4m3fn, name, "q_index_fp8", "float8_e4m3fn", q_index_fp8)
+    caller = {
+        "q_index": "q_index_fp8",
+        "cache": "k_index_cache_fp8",
+        "context_lens": "seq_lens",
+        "block_tables": "block_table",
+    }
+    with named(name, **caller):
+        indices, _ = ops.paged_lightning_indexer(
+            *(q_index_fp8, k_index_cache_fp8, weights, _TOPK, block_table, seq_lens), slots=True, scores=False
+        )
+    return indices
