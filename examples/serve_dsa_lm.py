@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Trains a language model with DeepSeek Sparse Attention and serves it from paged caches, with the trainer's selection.
 
-The model is a small one of train_dsa_lm.py. From the first step its trainer selects and attends keys as the server's
-caches have them: index keys of e4m3 and latents in rows of 656 bytes, or with --rows bf16 a smaller latent in rows of
-bf16. Then a server answers requests that arrive at random, over pages that are handed out and reused in random order.
-Each step feeds a request three tokens: the last one and two drafts, which the model verifies.
+The model is the small model of train_dsa_lm.py. In sparse training it selects and attends keys as the server's caches
+have them: index keys of e4m3 and latents in rows of 656 bytes, or with --rows bf16 a smaller latent in rows of bf16.
+Then a server answers requests that arrive at random, over pages that are handed out and reused in random order. Each
+step feeds a request three tokens: the last one and two drafts, which the model verifies.
 
 The run shows, and checks, that the server and the trainer compute the same:
   - every step and layer selects the positions that the trainer's forward over the same tokens selects

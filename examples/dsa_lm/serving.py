@@ -1,8 +1,8 @@
 """The network with the numbers of a server's caches, and a server of it: continuous batching over pages.
 
-Two things make a server's selection differ from the trainer's, apart from ties: the trainer selects with keys that the
-server does not have (it quantises them), and products of PyTorch have other bits for another number of rows. So
-`CachedDecoder` reads its keys as the caches have them, also in training. With `exact` every product has one row.
+A server may select other keys than its trainer for two reasons besides ties. It quantises keys, which the trainer does
+not. And products of PyTorch have other bits for another number of rows. So `CachedDecoder` reads its keys as the caches
+have them, also in training. With `exact` every product has one row.
 """
 
 import random
@@ -162,7 +162,7 @@ class CachedDecoder(Decoder):
         return each_row(lambda row: self.head(self.norm(row)), x)
 
     def selections(self) -> Tensor:
-        """What the last sparse forward of one sequence selected: int32 [s, layers, topk]."""
+        """The keys that the last sparse forward of one sequence selected: int32 [s, layers, topk]."""
         return torch.stack([block.attention.selected[0] for block in self.blocks], 1)
 
 

@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass
 class Cache:
-    """A cache of random bytes whose blocks are apart, and the values of its slots in float64."""
+    """A cache of random bytes with gaps between its blocks, and the values of its slots in float64."""
 
     data: Tensor  # uint8 [blocks, block, 1, row]
     values: Tensor  # [slots, d_qk]

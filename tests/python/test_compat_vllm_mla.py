@@ -37,7 +37,7 @@ def group(x: list[float], scale: float) -> bytes:
 
 
 def tokens(n: int, d: int) -> Tensor:
-    """Rows of all magnitudes; one of zeros."""
+    """Rows of all magnitudes. The middle row is 0."""
     x = torch.randn(n, d) * 2.0 ** torch.randint(-20, 10, (n, 1))
     x[n // 2] = 0
     return x.bfloat16()

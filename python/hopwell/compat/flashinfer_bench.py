@@ -9,8 +9,8 @@ Such a solution has the language python, the entry point `main.py::run` and dest
 | `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64` | `dsa_sparse_attention` |
 | `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` | `dsa_topk_indexer_fp8` |
 
-Axes, order of the arguments and results are those of `docs/op-types/dsa-paged.mdx` of
-github.com/flashinfer-ai/flashinfer-bench at 40e6ca7 and of `flashinfer/trace/templates/attention.py` of
+Axes, order of the arguments and results follow `docs/op-types/dsa-paged.mdx` of
+github.com/flashinfer-ai/flashinfer-bench at 40e6ca7 and `flashinfer/trace/templates/attention.py` of
 github.com/flashinfer-ai/flashinfer at fb28d72. lse is to base 2. A token without a valid index gets an output of 0 and
 lse −inf. Differences: an index below 0 or beyond the cache is invalid, where the definition's only is −1. Any number of
 heads, any page size, any topk of the attention and, on the CPU, any width and fp32 are supported. The two parts of the

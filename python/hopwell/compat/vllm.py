@@ -2,7 +2,7 @@
 
     from hopwell.compat import vllm as ops        # instead of: from vllm import _custom_ops as ops
 
-Signatures and conventions are those of `vllm/_custom_ops.py` of github.com/vllm-project/vllm.
+Signatures and conventions follow `vllm/_custom_ops.py` of github.com/vllm-project/vllm.
 
 `paged_attention_v1`, `paged_attention_v2` and `reshape_and_cache` are those of the versions that have paged attention
 for CUDA with scales as tensors (at 0002bde ROCm's alone is left, and `reshape_and_cache`): keys in [blocks, h_kv, d/x,

@@ -11,7 +11,7 @@ from hopwell._checks import require, require_one_device, require_sizes
 def merge_partials(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], attn_sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merges results over parts of the keys, such as those of the ranks of decode context parallelism.
+    """Merges results over parts of the keys, which the ranks of decode context parallelism have, for example.
 
     Each part comes from `sparse_mla_decode` or `sparse_mla_forward` over its own keys, without the sink. The formula is
 
