@@ -4,10 +4,8 @@
 
 Such a solution has the language python, the entry point `main.py::run` and destination_passing_style False.
 
-| definition | function |
-| --- | --- |
-| `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64` | `dsa_sparse_attention` |
-| `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` | `dsa_topk_indexer_fp8` |
+- `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64` is `dsa_sparse_attention`.
+- `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` is `dsa_topk_indexer_fp8`.
 
 Axes, order of the arguments and results follow `docs/op-types/dsa-paged.mdx` of
 github.com/flashinfer-ai/flashinfer-bench at 40e6ca7 and `flashinfer/trace/templates/attention.py` of
