@@ -83,6 +83,16 @@ constexpr Refusal kRefusals[] = {
      "n_3_pair_16_warps n_3_pair_long n_40_cluster n_70 n_70_nan_scales n_8 n_8_chunks n_8_many_tiles "
      "nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 non_finite_x_n_7 outliers_fp16_n_6 "
      "outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
+    {"paged_lightning_indexer", "sm80", "needs base and block stride of cache in multiples of 4 bytes",
+     "fp8_unaligned_blocks"},
+    {"paged_lightning_indexer", "sm90", "needs q_index of bfloat16 or float8_e4m3fn", "fp32*"},
+    {"paged_lightning_indexer", "sm90", "needs a block that is a multiple of 8",
+     "*_block_1 *_block_2 *_block_53 fp8_unaligned_blocks"},
+    {"paged_lightning_indexer", "sm90", "needs a cache with blocks", "*_no_blocks"},
+    {"paged_lightning_indexer", "sm90", "needs rows of q_index 16-byte aligned, with positive strides",
+     "*_strided fp8_d_12"},
+    {"paged_lightning_indexer", "sm90", "needs blocks and rows of cache 16-byte aligned, with positive strides",
+     "bf16_d_40"},
     {"mla_cache_append", "sm80", "needs bfloat16 kv", "fp32_cache fp32_to_bf16 fp32_v32 fp32_v4"},
     {"mla_cache_append", "sm80", "needs d that is a multiple of 4", "bf16_d_7"},
     {"mla_cache_append", "sm80", "needs index keys of width 32, 64 or 128", "index_12"},

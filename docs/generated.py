@@ -41,7 +41,7 @@ FAMILIES = {
     "Compressed keys (DeepSeek-V4)": ("kv_compress", "kv_compress_backward"),
     "Lightning indexer": ("lightning_indexer", "lightning_indexer_backward", "indexer_dense_loss"),
     "Decode from a paged cache": ("paged_attention",),
-    "Paged caches": ("mla_cache_append", "sparse_mla_decode"),
+    "Paged caches": ("mla_cache_append", "paged_lightning_indexer", "sparse_mla_decode"),
     "4-bit weights (NVFP4)": (
         "nvfp4_linear",
         "nvfp4_linear_backward",

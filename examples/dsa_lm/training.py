@@ -206,6 +206,7 @@ class Trainer(Loop):
 
     modes = MODES
     frozen = ("warm-up",)
+    network: ClassVar[type[Decoder]] = Decoder
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class Trainer(Loop):
         ranks: Ranks = ALONE,
     ) -> None:
         torch.manual_seed(settings.seed)
-        super().__init__(settings, Decoder(settings.size), corpus, windows, device, ranks)
+        super().__init__(settings, self.network(settings.size), corpus, windows, device, ranks)
         self.digest = corpus.digest()
         self.fork: dict[str, Any] = {}
         self.trained: dict[str, Any] = {}

@@ -60,12 +60,14 @@ class Output(Tensor):
     """An array that the operator writes.
 
     Python allocates it unless the caller gave it ("given or new"), always ("new"), or never ("given"). If there is a
-    condition `when` on another argument, Python allocates the array only if it holds. `python_shape` is a Python
-    expression of the shape, for one that does not follow from the dimensions of inputs (python/hopwell/_hooks.py).
+    condition `when` on another argument, Python allocates the array only if it holds. If it `may_be_false`, False
+    leaves it out. `python_shape` is a Python expression of the shape, for one that does not follow from the
+    dimensions of inputs (python/hopwell/_hooks.py).
     """
 
     allocation: str = "given or new"
     when: str = ""
+    may_be_false: bool = False
     python_shape: str = ""
 
 

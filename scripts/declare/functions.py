@@ -141,6 +141,8 @@ def annotation(argument: Argument) -> str:
     else:
         kinds = {NumberOrTensor: "float | Array", Number: "float", Integer: "int", Boolean: "bool"}
         kind = next((text for cls, text in kinds.items() if isinstance(argument, cls)), "Array")
+    if isinstance(argument, Output) and argument.may_be_false:
+        kind += " | Literal[False]"
     absent = argument.optional if isinstance(argument, Tensor) else getattr(argument, "default", REQUIRED) is None
     return f"{kind} | None" if absent or (isinstance(argument, Output) and not must_be_given(argument)) else kind
 
@@ -196,7 +198,7 @@ def argument_doc(argument: Argument) -> str:
     if isinstance(argument, PythonOnly) and argument.choices:
         parts.append(", ".join(f'"{choice}"' for choice in argument.choices[:-1]) + f' or "{argument.choices[-1]}".')
     if isinstance(argument, Output) and argument.allocation == "given or new":
-        parts.append("None: a new array.")
+        parts.append("None: a new array." + (" False: it is left out." if argument.may_be_false else ""))
     return " ".join(part for part in parts if part)
 
 
@@ -342,6 +344,8 @@ class Body:
             array = output.when.removeprefix("not ")
             return [f"{name} = {value}" + (f" if {array} {is_not} None else None" if output.when else "")]
         value = f'{name} = outputs.given_or_new("{name}", {name}, {shape}, {dtype}{", " + option if option else ""})'
+        if output.may_be_false:
+            return [f"if {name} is False:", f"    {name} = None", "else:", f"    {value}"]
         if not output.when:
             return [value]
         return [f"if {output.when}:", f"    {value}", "else:", f'    outputs.not_needed("{name}", {name})']
@@ -355,7 +359,10 @@ def function(operator: Operator) -> str:
     results = f"outputs.native({', '.join(body.local(outputs[name]) for name in all_returns)})"
     name, result_class = f"{operator.camel}Result", ""
     if len(operator.returns) > 1:
-        fields = [f"    {one}: ArrayT{' | None' if outputs[one].when else ''}" for one in operator.returns]
+        fields = [
+            f"    {one}: ArrayT{' | None' if outputs[one].when or outputs[one].may_be_false else ''}"
+            for one in operator.returns
+        ]
         result_class = RESULT.format(name=name, operator=operator.name, fields="\n".join(fields))
     indent = " " * 8
     result = f"{name}[ArrayT]" if result_class else "ArrayT"
@@ -380,7 +387,7 @@ def function(operator: Operator) -> str:
 
 def functions(operators: list[Operator]) -> str:
     text = "\n\n".join(function(operator) for operator in operators).rstrip("\n")
-    hooks = sorted(set(re.findall(r"\b(?:check_accumulate|\w+_shape)(?=\()", text)))
+    hooks = sorted(set(re.findall(r"\b(?:check_accumulate|check_indexer_outputs|\w+_shape)(?=\()", text)))
     return FUNCTIONS.format(
         hooks=", ".join(hooks),
         names="\n".join(f'    "{n}",' for n in sorted(o.name for o in operators)),

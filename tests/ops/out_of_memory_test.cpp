@@ -124,6 +124,7 @@ const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
     {"kv_compress_backward", {"documents", "v4_hca"}},
     {"mla_cache_append", {"v32", "rotated_few"}},
     {"sparse_mla_decode", {"splits", "v4_two_caches"}},
+    {"paged_lightning_indexer", {"fp8", "bf16_many_keys"}},
 };
 
 TEST_P(OutOfMemory, IsAnError) {

@@ -18,7 +18,7 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-FLOAT8 = "float8_e4m3fn"  # of lightning_indexer alone
+FLOAT8 = "float8_e4m3fn"  # of the indexers alone
 
 
 @dataclass
@@ -206,6 +206,30 @@ def sparse_mla_decode(rng: Rng, dtype: str) -> Call:
     return Call("sparse_mla_decode", arguments, (_bound(dtype), 1e-5), ("out", "lse"))
 
 
+def paged_lightning_indexer(rng: Rng, dtype: str) -> Call:
+    """Small integers, so that the selection has one right answer; pages that do not exist."""
+    b, q_len, h_index, d_index, blocks, block = 4, 2, 3, 16, 9, 5
+
+    def integers(shape: tuple[int, ...]) -> Any:
+        return rng.integers(-3, 4, shape).astype(ml_dtypes.float8_e4m3fn if dtype == FLOAT8 else DTYPES[dtype])
+
+    arguments = {
+        "q_index": integers((b, q_len, h_index, d_index)),
+        "cache": integers((blocks, block, d_index)),
+        "weights": integers((b, q_len, h_index)).astype(np.float32 if dtype == FLOAT8 else DTYPES[dtype]),
+        "topk": 17,
+        "block_tables": rng.integers(-1, blocks + 1, (b, 7)).astype(np.int32),
+        "context_lens": np.array([35, 20, 1, 99], np.int32),
+    }
+    if dtype == FLOAT8:
+        arguments["q_scale"] = np.exp2(rng.integers(-3, 4, (b, q_len, h_index))).astype(np.float32)
+        scales = np.exp2(rng.integers(-3, 4, (blocks, block))).astype(np.float32)
+        codes = arguments["cache"].view(np.uint8).reshape(blocks, -1)
+        whole = np.concatenate([codes, scales.view(np.uint8)], axis=1)
+        arguments["cache"] = whole.reshape(blocks, block, d_index + 4)
+    return Call("paged_lightning_indexer", arguments, (0, 0), ("indices", "scores"))
+
+
 def mla_cache_append(rng: Rng, dtype: str) -> Call:
     def grid(shape: tuple[int, ...], step: float) -> Any:  # a rotation by these has one right result
         return rng.integers(-8, 9, shape) * step
@@ -319,7 +343,7 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {name: globals()[name] for name 
 WITH_FLOAT16 = {"paged_attention", *(operator for operator in MAKERS if operator.startswith("nvfp4_"))}
 OPERATOR_AND_DTYPE = [
     (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16
-] + [("lightning_indexer", FLOAT8)]
+] + [(operator, FLOAT8) for operator in ("lightning_indexer", "paged_lightning_indexer")]
 
 
 def as_torch(x: Any) -> Any:

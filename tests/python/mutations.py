@@ -34,6 +34,7 @@ TESTS = {
     "kv_compress": "test_reference_kv_compress.py",
     "mla_cache": "test_reference_mla_cache.py",
     "sparse_mla_decode": "test_reference_sparse_mla_decode.py",
+    "paged_lightning_indexer": "test_reference_paged_lightning_indexer.py",
 }
 
 
@@ -233,6 +234,18 @@ BUGS = [
         "sparse_mla_decode", "if more is not None and extra_cache is not None:", "if False:", "the second cache dropped"
     ),
     Bug("sparse_mla_decode", "cache, slots, width, kv_scale", "cache, slots, width", "kv_scale dropped"),
+    Bug("paged_lightning_indexer", "lens - (q_len - 1 - i)", "lens - (q_len - i)", "a query does not see itself"),
+    Bug("paged_lightning_indexer", "0 <= page < keys.blocks", "0 <= page <= keys.blocks", "one page too many"),
+    Bug("paged_lightning_indexer", "0 <= page <", "page <", "negative pages count from the end"),
+    Bug("paged_lightning_indexer", "self.d * self.block + 4 * row", "self.d * row", "scales beside their codes"),
+    Bug("paged_lightning_indexer", "-math.inf if math.isnan(score) else score", "score", "NaN scores kept"),
+    Bug("paged_lightning_indexer", "0.0 if relu and product < 0.0 else product", "product", "relu left out"),
+    Bug("paged_lightning_indexer", "slot if slots else position", "position", "slots ignored"),
+    Bug("paged_lightning_indexer", "-one[2])[:topk]", "(-one[2], -one[0]))[:topk]", "larger positions of equal scores"),
+    Bug("paged_lightning_indexer", "w = w * of_head", "w = w + 0 * of_head", "q_scale dropped"),
+    Bug("paged_lightning_indexer", "float(np.float64(scale) * np.float64(total))", "total", "scales of keys dropped"),
+    Bug("paged_lightning_indexer", "if lens.ndim == 2:", "if False:", "counts of queries taken for a sequence's"),
+    Bug("paged_lightning_indexer", "lengths[...] = counts", "lengths[...] = seen", "positions counted, not selected"),
     Bug("mla_cache", "2.0**exponent < amax", "2.0**exponent <= amax", "a scale too large where amax is 448 times it"),
     Bug("mla_cache", "np.where(np.isfinite(x), codes", "np.where(~np.isnan(x), codes", "infinities saturated"),
     Bug("mla_cache", "np.signbit(quotient)", "quotient < 0", "the sign of zero dropped"),

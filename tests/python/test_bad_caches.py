@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from bad_calls import check_message, make, run
@@ -110,6 +111,75 @@ from bad_calls import check_message, make, run
         ("sparse_mla_decode", {"d_v": 0}, "d_v must be between 1 and d_qk = 576; got 0"),
         ("sparse_mla_decode", {"d_v": 577}, "d_v must be between 1 and d_qk = 576; got 577"),
         ("sparse_mla_decode", {"sm_scale": float("inf")}, "sm_scale must be finite; got inf"),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 5, 17), np.float32)},
+            "cache must be rows of d = 16 element",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 5, 16), np.uint8)},
+            "cache must be rows of 20 (index keys) bytes for d = 16; got 16",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 5, 20), np.uint8)},
+            "cache must be of the dtype of q_index; got a cache of bytes",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 5, 16), ml_dtypes.bfloat16)},
+            "cache must be of the dtype of q_index; got bfloat16",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"q_index": np.zeros((4, 2, 3, 16), ml_dtypes.float8_e4m3fn)},
+            "cache must be of bytes for a q_index of float8_e4m3fn; got float32",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 2, 5, 16), np.float32)},
+            "cache must be [blocks, block, row] or [blocks, block, 1, row]; got ",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 0, 16), np.float32)},
+            "cache must be in blocks of 1 to 65536",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.broadcast_to(np.float32(0), (1, 65537, 16))},
+            "cache must be ",
+        ),
+        (
+            "paged_lightning_indexer",
+            {"cache": np.zeros((9, 10, 16), np.float32)[:, ::2]},
+            "cache must be contiguous inside a block; got ",
+        ),
+        ("paged_lightning_indexer", {"q_scale": np.ones((4, 2, 3), np.float32)}, "q_scale needs float8_e4m3fn q_index"),
+        (
+            "paged_lightning_indexer",
+            {"weights": np.ones((4, 2, 4), np.float32)},
+            "weights must be float32 or bfloat16 [",
+        ),
+        ("paged_lightning_indexer", {"block_tables": np.zeros((3, 7), np.int32)}, "block_tables must be int32 [b=4, "),
+        ("paged_lightning_indexer", {"block_tables": np.zeros((4, 7), np.int64)}, "block_tables must be int32 [b=4, "),
+        ("paged_lightning_indexer", {"block_tables": None}, "block_tables must be "),
+        ("paged_lightning_indexer", {"context_lens": np.zeros(3, np.int32)}, "context_lens must be int32 [b=4]; got "),
+        (
+            "paged_lightning_indexer",
+            {"context_lens": np.zeros((4, 3), np.int32)},
+            "context_lens must be int32 [b=4, q_len=2]; got ",
+        ),
+        ("paged_lightning_indexer", {"context_lens": None}, "context_lens must be "),
+        ("paged_lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0; got -1"),
+        (
+            "paged_lightning_indexer",
+            {"indices": np.zeros((4, 2, 18), np.int32)},
+            "indices must be of topk = 17 columns; got [4, 2, 18]",
+        ),
+        ("paged_lightning_indexer", {"lengths": np.zeros((4, 1), np.int32)}, "lengths must be int32 [b=4, q_len=2]; "),
+        ("paged_lightning_indexer", {"lengths": np.zeros((4, 2), np.int64)}, "lengths must be int32 [b=4, q_len=2]; "),
     ],
 )
 def test_messages(operator: str, changes: dict[str, Any], message: str) -> None:
@@ -130,6 +200,21 @@ def test_a_cache_can_be_written_and_lies_in_memory_of_its_own() -> None:
         {"cache": memory.reshape(cache.shape), "slots": slots},
     ):
         with pytest.raises(ValueError, match="mla_cache_append: cache must be "):
+            run(call, **wrong)
+    assert not memory.any()
+
+
+def test_outputs_of_the_paged_indexer_lie_in_memory_of_their_own() -> None:
+    call = make("paged_lightning_indexer")
+    memory = np.zeros(2 * 4 * 2 * 17, np.int32)
+    indices = memory[: 4 * 2 * 17].reshape(4, 2, 17)
+    lens = memory[100:104]
+    for wrong in (
+        {"indices": indices, "context_lens": lens},
+        {"indices": indices, "lengths": memory[4:12].reshape(4, 2)},
+        {"indices": indices, "scores": memory[17 : 17 + 4 * 2 * 17].view(np.float32).reshape(4, 2, 17)},
+    ):
+        with pytest.raises(ValueError, match=r"paged_lightning_indexer: \w+ must be an output in memory of its own"):
             run(call, **wrong)
     assert not memory.any()
 

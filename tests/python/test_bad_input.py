@@ -90,6 +90,7 @@ FREE = {
     "normalize_l1": {("attn", 0), ("attn", 1)},
     "kv_compress_backward": {("d_out", 0)},
     "mla_cache_append": {("cache", 0), ("cache", 1), ("cos_sin", 0)},
+    "paged_lightning_indexer": {("cache", 0), ("cache", 1), ("block_tables", 1)},
     "sparse_mla_decode": {
         *((name, axis) for name in ("cache", "extra_cache") for axis in (0, 1)),
         *((name, 2) for name in ("indices", "extra_indices")),

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from hopwell.compat import _index_scores
-from hopwell.compat.deep_gemm import fp8_fp4_mqa_logits, fp8_mqa_logits
+from hopwell.compat.deep_gemm import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_paged_mqa_logits_metadata,
+)
 from support import norm_error
 from torch import Tensor
 
@@ -170,3 +176,121 @@ def test_fp4_is_refused() -> None:
         fp8_fp4_mqa_logits(q, **call)
     with pytest.raises(ValueError, match=r"logits_dtype must be float32 or bfloat16; got torch\.float16"):
         fp8_fp4_mqa_logits((q, None), **call, logits_dtype=torch.float16)
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def paged_inputs(batch: int, next_n: int, heads: int, d: int, block: int, most: int) -> dict[str, Any]:
+    """Sequences of up to `most` keys on pages in random order. Rows of no sequence and gaps hold NaN."""
+    blocks_each = -(-most // block) + 1
+    blocks = batch * blocks_each + 2
+    k = torch.randn(blocks * block, d)
+    scales = k.abs().amax(1).clamp(min=1e-4) / 448
+    codes = (k / scales[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    memory = torch.full((blocks, block * (d + 4) + 64), 0x7F, dtype=torch.uint8)[:, : block * (d + 4)]
+    memory[:, : block * d] = codes.view(blocks, -1)
+    memory[:, block * d :] = scales.view(torch.uint8).view(blocks, -1)
+    lengths = torch.randint(next_n, most + 1, (batch,), dtype=torch.int32)
+    lens = lengths[:, None] - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
+    return {
+        "q": torch.randn(batch, next_n, heads, d).to(torch.float8_e4m3fn),
+        "kv_cache": memory.view(blocks, block, 1, d + 4),
+        "weights": torch.randn(batch * next_n, heads),
+        "context_lens": lens,
+        "block_table": torch.randperm(blocks, dtype=torch.int32)[: batch * blocks_each].view(batch, -1),
+        "schedule_meta": get_paged_mqa_logits_metadata(lens, block, 7),
+        "max_context_len": most,
+    }
+
+
+def plain_paged(call: dict[str, Any]) -> Tensor:
+    """One position at a time, in float64."""
+    cache, tables = call["kv_cache"], call["block_table"].tolist()
+    batch, next_n, _, d = call["q"].shape
+    blocks, block = cache.shape[:2]
+    data = cache.reshape(blocks, -1)
+    logits = torch.full((batch * next_n, call["max_context_len"]), -math.inf, dtype=torch.float64)
+    for s in range(batch):
+        for p in range(min(call["max_context_len"], int(call["context_lens"][s].max()), len(tables[s]) * block)):
+            page, i = tables[s][p // block], p % block
+            if not 0 <= page < blocks:
+                continue
+            key = data[page, d * i : d * (i + 1)].view(torch.float8_e4m3fn).double()
+            scale = data[page, d * block + 4 * i : d * block + 4 * i + 4].clone().view(torch.float32).double()
+            for n in range(next_n):
+                if p < int(call["context_lens"][s, n]):
+                    dots = (call["q"][s, n].double() @ key).relu()
+                    logits[s * next_n + n, p] = scale * (call["weights"][s * next_n + n].double() @ dots)
+    return logits
+
+
+@pytest.mark.parametrize(("batch", "next_n", "heads", "d", "block"), [(4, 1, 64, 128, 64), (3, 2, 32, 64, 16)])
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_pages(
+    batch: int, next_n: int, heads: int, d: int, block: int, logits_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_index_scores, "_SCORES_AT_A_TIME", 300)  # two sequences at a time
+    call = paged_inputs(batch, next_n, heads, d, block, 130)
+    call["block_table"][0, 0], call["block_table"][1, 1] = -1, 1 << 30  # pages that do not exist
+    expected = plain_paged(call)
+    q = call.pop("q")
+    logits = fp8_fp4_paged_mqa_logits((q, None), **call, logits_dtype=logits_dtype)
+    assert logits.dtype == logits_dtype and logits.shape == (batch * next_n, 130)
+    assert_logits(logits, expected, 1e-5 if logits_dtype == torch.float32 else 4e-3)
+    if logits_dtype == torch.float32:
+        assert torch.equal(logits, fp8_paged_mqa_logits(q, *call.values()))
+        call["context_lens"] = call["context_lens"][:, -1].clone()  # of all query tokens
+        assert torch.equal(logits, fp8_paged_mqa_logits(q, **call, clean_logits=True))
+
+
+def test_pages_beyond_the_columns_and_no_columns() -> None:
+    call = paged_inputs(2, 1, 4, 32, 8, 40)
+    call["context_lens"][:] = 40
+    whole = fp8_paged_mqa_logits(**call)
+    assert torch.equal(fp8_paged_mqa_logits(**{**call, "max_context_len": 13}), whole[:, :13])
+    assert fp8_paged_mqa_logits(**{**call, "max_context_len": 0}).shape == (2, 0)
+    call["context_lens"][0] = -5
+    assert fp8_paged_mqa_logits(**call)[0].eq(-math.inf).all()
+    call["context_lens"] = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    logits = fp8_paged_mqa_logits(**{**call, "max_context_len": 60})
+    assert logits[0].eq(-math.inf).all() and logits[1, :48].isfinite().all() and logits[1, 48:].eq(-math.inf).all()
+
+
+def test_the_metadata_has_deep_gemm_s_shape() -> None:
+    metadata = get_paged_mqa_logits_metadata(torch.zeros(4, 1, dtype=torch.int32), 64, 132)
+    assert metadata.dtype == torch.int32 and metadata.shape == (133, 2)
+    with pytest.raises(ValueError, match=r"^get_paged_mqa_logits_metadata: indices must be None \(SM100's form\)"):
+        get_paged_mqa_logits_metadata(torch.zeros(4, 1), 64, 132, torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 1, 4, 32)[:, 0]}, r"q must be \[batch_size, next_n, heads, head_dim\]; got \[2, 4, 32\]"),
+        ({"q": torch.zeros(2, 1, 4, 32, dtype=torch.uint8)}, r"q must be float8_e4m3fn \(no FP4\); got torch.uint8"),
+        ({"kv_cache": torch.zeros(9, 8, 1, 32).byte()}, "kv_cache must be .*"),
+        ({"weights": torch.zeros(2, 3)}, r"weights must be \[batch_size_next_n=2, heads=4\]; got \[2, 3\]"),
+        (
+            {"context_lens": torch.zeros(2, 1)},
+            r"context_lens must be int32 \[2, 1\] or \[2\]; got torch.float32 \[2, 1\]",
+        ),
+        ({"block_table": torch.zeros(3, 6).int()}, "block_table must be .*"),
+        ({"max_context_len": -1}, "max_context_len must be at least 0; got -1"),
+        ({"indices": torch.zeros(2).int()}, r"indices must be None \(SM100's form\); got torch.int32 \[2\]"),
+    ],
+)
+def test_wrong_arguments_of_pages(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^fp8_paged_mqa_logits: " + message):
+        fp8_paged_mqa_logits(**{**paged_inputs(2, 1, 4, 32, 8, 40), **change})
+
+
+def test_fp4_pages_are_refused() -> None:
+    call = paged_inputs(2, 1, 4, 32, 8, 40)
+    q = call.pop("q")
+    with pytest.raises(ValueError, match=r"q\[1\] must be None \(no FP4\); got torch.int32 \[2, 1, 4\]$"):
+        fp8_fp4_paged_mqa_logits((q, torch.ones(2, 1, 4, dtype=torch.int32)), **call)
+    with pytest.raises(ValueError, match=r"^fp8_fp4_paged_mqa_logits: q must be a pair of queries and None"):
+        fp8_fp4_paged_mqa_logits(q, **call)
+    with pytest.raises(ValueError, match=r"logits_dtype must be float32 or bfloat16; got torch\.float16"):
+        fp8_fp4_paged_mqa_logits((q, None), **call, logits_dtype=torch.float16)

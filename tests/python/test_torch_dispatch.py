@@ -90,6 +90,10 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         tables = torch.randint(0, 4, (2, 3)).int(), torch.tensor([5, 3]).int(), torch.tensor([70, 9]).int()
         coded = decode[0], torch.zeros(4, 2, 512, dtype=torch.uint8), *decode[2:]
         samples[f"sparse_mla_decode {name}, tables"] = *coded, *tables, *(None,) * 5, torch.tensor(0.5), None, None, 64
+        keys = torch.randn(4, 5, 16).to(dtype), torch.randn(2, 3, 4)
+        paged = torch.randn(2, 3, 4, 16).to(dtype), *keys, 7, tables[0], tables[1]
+        samples[f"paged_lightning_indexer {name}"] = paged
+        samples[f"paged_lightning_indexer {name}, no scores"] = *paged, None, False, True, False
         for layout in ("plain", "blocked"):
             samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
         samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)

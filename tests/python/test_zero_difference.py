@@ -437,6 +437,55 @@ class Decode:
             assert same_bits(whole[sequences, queries, heads], mine), f"{name} of {what}"
 
 
+class PagedIndexer:
+    """A problem of the paged indexer, and calls for some of its sequences and queries on other pages."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.rng, self.backend, self.device = rng, backend, device_of(backend)
+        self.b, self.q_len, self.heads = [(3, 3, 8), (9, 2, 32), (2, 1, 64)][int(rng.integers(3))]
+        self.tokens, self.topk = int(rng.choice((90, 700))), int(rng.choice((40, 90, 300)))
+        self.is_fp8, self.relu = bool(rng.integers(2)), bool(rng.integers(2))
+        self.keys = random(rng, self.b, self.tokens, 128)
+        self.q = random(rng, self.b, self.q_len, self.heads, 128)
+        self.weights = random(rng, self.b, self.q_len, self.heads).float()
+        if self.is_fp8:
+            self.q = self.q.to(torch.float8_e4m3fn)
+        self.lens = torch.from_numpy(rng.integers(0, self.tokens + 1, (self.b, self.q_len)).astype(np.int32))
+        self.whole = self.run(slice(None), slice(0, self.q_len))
+
+    def paged(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache with the keys [b, n, d] of some sequences, in blocks of any size on random pages, and tables."""
+        b, n, d = keys.shape
+        block = int(self.rng.choice((1, 7, 16, 64)))
+        used, pages = -(-n // block), -(-n // block) + int(self.rng.integers(9))
+        blocks = b * used + int(self.rng.integers(3))
+        tables = np.full((b, pages), self.rng.choice((-1, 2**31 - 1)), np.int32)
+        tables[:, :used] = self.rng.permutation(blocks)[: b * used].reshape(b, used)
+        positions = np.arange(n)
+        slots = (tables[:, positions // block].astype(np.int64) * block + positions % block).reshape(-1)
+        row, kind, unnamed = (d + 4, torch.uint8, 255) if self.is_fp8 else (d, torch.bfloat16, float("nan"))
+        cache = torch.full((blocks, block, row), unnamed, dtype=kind)
+        hopwell.torch.mla_cache_append(keys.flatten(0, 1), cache, torch.from_numpy(slots), backend="cpu")
+        return cache.to(self.device), torch.from_numpy(tables).to(self.device)
+
+    def run(self, sequences: slice, queries: slice) -> tuple[torch.Tensor, ...]:
+        """Indices, scores and lengths of these queries."""
+        cache, tables = self.paged(self.keys[sequences])
+        q, weights, lens = (x[sequences, queries].to(self.device) for x in (self.q, self.weights, self.lens))
+        lengths = torch.empty(lens.shape, dtype=torch.int32, device=self.device)
+        options = {"relu": self.relu, "lengths": lengths, "backend": self.backend}
+        return *hopwell.paged_lightning_indexer(q, cache, weights, self.topk, tables, lens, **options), lengths
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
+        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
+        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
+        names = ("indices", "scores", "lengths")
+        for name, whole, mine in zip(names, self.whole, self.run(sequences, queries), strict=True):
+            assert same_bits(whole[sequences, queries], mine), f"{name} of sequences {sequences}, queries {queries}"
+
+
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -577,6 +626,11 @@ def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backend", hopwell.backends("sparse_mla_decode"))
 def test_sparse_mla_decode(backend: str, rng: np.random.Generator) -> None:
     check_parts(Decode, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("paged_lightning_indexer"))
+def test_paged_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
+    check_parts(PagedIndexer, backend, rng)
 
 
 @pytest.mark.parametrize("backend", hopwell.backends("kv_compress_backward"))

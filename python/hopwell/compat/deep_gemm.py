@@ -1,4 +1,4 @@
-"""`fp8_mqa_logits` and `fp8_fp4_mqa_logits` with the arguments of DeepSeek's DeepGEMM.
+"""The logits of DeepSeek's DeepGEMM, of keys in a row and of keys in pages, with its arguments.
 
     from hopwell.compat.deep_gemm import fp8_mqa_logits        # instead of: from deep_gemm import ...
 
@@ -9,21 +9,35 @@ weights contain them), one float32 scale per key, the compressed form of max_seq
 Differences: logits outside a query's keys are always −inf, also where DeepGEMM does not write them (clean_logits=False,
 the rest of compressed rows). Logits are contiguous; DeepGEMM aligns rows to 1,024 bytes. Hopwell supports any number of
 heads, any d (at most 128 on GPUs), bf16 and (on the CPU) float32 keys and queries, and host tensors. A NaN logit is
-−inf. FP4 keys and queries raise a ValueError, and the paged form is absent.
+−inf. FP4 keys and queries raise a ValueError.
+
+The paged functions take any block, any next_n, and context_lens [b] too, which count the query tokens. A position whose
+page does not exist gets −inf. The metadata carries nothing, so lengths may change under it. `indices`, which give
+queries of several lengths on SM100, raise a ValueError.
 
 Costs: Hopwell has no kernel that stores logits. The function selects all keys that a query sees, 64 MiB of logits at a
 time. Besides the logits this needs at most a few hundred MiB (indices, the scatter). It takes the time of
 `lightning_indexer` with topk = s_kv on bf16 products (not on e4m3, at half their rate) plus a few passes over the
-logits. If only the best keys are wanted, call `hopwell.torch.lightning_indexer`, which avoids these costs.
+logits. If only the best keys are wanted, call `hopwell.torch.lightning_indexer` or `paged_lightning_indexer`, which
+avoid these costs.
 """
 
 import torch
 from torch import Tensor
 
-from .._checks import require, require_shape
-from ._index_scores import write_index_scores
+from hopwell.torch import ops
 
-__all__ = ["fp8_fp4_mqa_logits", "fp8_mqa_logits"]
+from .._checks import integer, require, require_shape
+from ._index_scores import rows_at_a_time, write_index_scores
+from ._names import named
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
 
 _KINDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 
@@ -113,4 +127,116 @@ def fp8_fp4_mqa_logits(
     require(q[1] is None, function, "q[1]", "None (no FP4)", q[1])
     return _logits(
         *(function, q[0], kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype)
+    )
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """Returns int32 [num_sms + 1, 2] of zeros, the shape that callers keep. The functions here do not read it."""
+    require(indices is None, "get_paged_mqa_logits_metadata", "indices", "None (SM100's form)", indices)
+    return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+
+
+def _paged_logits(
+    function: str,
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    max_context_len: int,
+    logits_dtype: torch.dtype,
+    indices: Tensor | None,
+) -> Tensor:
+    require(indices is None, function, "indices", "None (SM100's form)", indices)
+    require(q.dtype in _KINDS, function, "q", "float8_e4m3fn (no FP4)", q.dtype)
+    require_shape(function, "q", q, batch_size=None, next_n=None, heads=None, head_dim=None)
+    batch, next_n, heads, _ = q.shape
+    require_shape(function, "weights", weights, batch_size_next_n=batch * next_n, heads=heads)
+    lengths = context_lens
+    fits = lengths.dtype == torch.int32 and list(lengths.shape) in ([batch], [batch, next_n])
+    require(fits, function, "context_lens", f"int32 [{batch}, {next_n}] or [{batch}]", lengths)
+    fits = logits_dtype in (torch.float32, torch.bfloat16)
+    require(fits, function, "logits_dtype", "float32 or bfloat16", logits_dtype)
+    width = integer(function, "max_context_len", max_context_len)
+    require(width >= 0, function, "max_context_len", "at least 0", width)
+    if lengths.ndim == 1:  # 64 bits, because int32's smallest number minus next_n is no int32
+        lengths = lengths[:, None].long() - next_n + 1 + torch.arange(next_n, device=lengths.device)
+    # Of at most `width` visible positions all are selected.
+    lengths = lengths.clamp(0, width).int()
+    logits = torch.full((batch, next_n, width + 1), -torch.inf, dtype=logits_dtype, device=q.device)
+    of_queries = weights.view(batch, next_n, heads)
+    step = max(1, rows_at_a_time(width) // max(next_n, 1))
+    for first in range(0, batch, step):
+        part = slice(first, first + step)
+        with named(function, q_index="q", cache="kv_cache", block_tables="block_table", topk="max_context_len"):
+            positions, scores = ops.paged_lightning_indexer(
+                q[part], kv_cache, of_queries[part], width, block_table[part], lengths[part]
+            )
+        assert scores is not None
+        # Entries without a position go to the last column, which is cut off.
+        positions = torch.where(positions < 0, width, positions).long()
+        logits[part].scatter_(2, positions, scores.to(logits_dtype))
+    return logits.view(batch * next_n, width + 1)[:, :width]
+
+
+@torch.no_grad()
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool = False,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """logits[i, p] = k_scale[p]·Σ_h weights[i, h]·relu(q[i, h]·k[p]) for the positions p that each query sees.
+
+    Args:
+        q: float8_e4m3fn [b, next_n, heads, head_dim].
+        kv_cache: uint8 [blocks, block, 1, head_dim + 4]. In a block, the codes of all rows come first, then an fp32
+            scale a row.
+        weights: float32 [b·next_n, heads], multiplied by q's scales.
+        context_lens: int32 [b, next_n], the number of positions that each query sees.
+        block_table: int32 [b, max_blocks], the blocks of each sequence's positions.
+        schedule_meta: of `get_paged_mqa_logits_metadata`; unused.
+        max_context_len: number of columns; positions from it on are omitted.
+        clean_logits: positions that a query does not see get −inf; here they always do.
+        indices: None.
+
+    Returns:
+        float32 [b·next_n, max_context_len]. Like the original it is not part of the autograd graph.
+    """
+    return _paged_logits(
+        *("fp8_paged_mqa_logits", q, kv_cache, weights, context_lens, block_table, max_context_len),
+        torch.float32,
+        indices,
+    )
+
+
+@torch.no_grad()
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """`fp8_paged_mqa_logits` with q as a pair (queries, and None for the scales of FP4 queries) and a choice of the
+    dtype.
+    """
+    function = "fp8_fp4_paged_mqa_logits"
+    pair = isinstance(q, tuple | list) and len(q) == 2
+    require(pair, function, "q", "a pair of queries and None", q if isinstance(q, Tensor) else type(q).__name__)
+    require(q[1] is None, function, "q[1]", "None (no FP4)", q[1])
+    return _paged_logits(
+        *(function, q[0], kv_cache, weights, context_lens, block_table, max_context_len), logits_dtype, indices
     )

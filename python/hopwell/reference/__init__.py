@@ -26,6 +26,7 @@ from .nvfp4 import (
     unpack_blocked_scales,
 )
 from .paged_attention import paged_attention
+from .paged_lightning_indexer import paged_lightning_indexer
 from .sparse_mla import sparse_mla_backward, sparse_mla_forward
 from .sparse_mla_decode import sparse_mla_decode
 
@@ -46,6 +47,7 @@ __all__ = [
     "nvfp4_quantize",
     "pack_blocked_scales",
     "paged_attention",
+    "paged_lightning_indexer",
     "read_mla_cache",
     "sparse_mla_backward",
     "sparse_mla_decode",

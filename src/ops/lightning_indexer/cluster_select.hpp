@@ -71,9 +71,13 @@ HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer,
   return sums;
 }
 
+// The smallest sortable key of a score.
+HOPWELL_DEVICE uint32_t lowest_order(const SelectParams& /*p*/) { return ClusterSelectConfig::kLowest; }
+
 // Finds the threshold by narrowing the bounds.
-HOPWELL_DEVICE SplitTies search_threshold(const SelectParams& p, ClusterSelectStorage& s, const WarpScores& scores) {
-  uint32_t low = ClusterSelectConfig::kLowest,
+template <class Params>
+HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterSelectStorage& s, const WarpScores& scores) {
+  uint32_t low = lowest_order(p),
            high = ClusterSelectConfig::kAboveAll;  // reached by at least topk scores; by fewer
   int above = 0;                                   // number of scores that reach `high`
   for (int turn = 0; high - low > 1; turn ^= 1) {
@@ -137,11 +141,11 @@ HOPWELL_DEVICE void broadcast_between(SampledSelectStorage& s, const WarpScores&
   }
 }
 
-template <int kWarps>
-HOPWELL_DEVICE SplitTies find_threshold(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row,
+template <int kWarps, class Params>
+HOPWELL_DEVICE SplitTies find_threshold(const Params& p, ClusterSelectStorage& s, const QueryRow& row,
                                         const WarpScores& scores) {
   const Bounds bounds = guess_bounds<kWarps>(p, s.guess, row);
-  if (bounds.low >= bounds.high) return search_threshold(p, s, scores);
+  if (bounds.low >= bounds.high || selects_absent(p, bounds.low)) return search_threshold(p, s, scores);
   const ClusterBetween between = count_between(s, scores, bounds);
   if (!guessed_right(between.all, p.topk)) return search_threshold(p, s, scores);
   broadcast_between(s.guess, scores, bounds, between.before);
@@ -156,8 +160,9 @@ HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
-HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row,
-                               const WarpScores& scores, const SplitTies& threshold) {
+template <class Row>
+HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const Row& row, const WarpScores& scores,
+                               const SplitTies& threshold) {
   const int lane = arch::lane_index();
   BoundCounts own{};
   HOPWELL_UNROLL
@@ -181,24 +186,20 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const int at = above + std::popcount(are_above & lanes_before) +
                    (equal_before < threshold.equal ? equal_before : threshold.equal);
     if (taken && unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
-      row.indices[at] = row.first_key + scores.first + 32 * i + lane;
+      row.indices[at] = row.index(scores.first + 32 * i + lane);
       if (row.top_scores) row.top_scores[at] = score_of(order);
     }
     above += std::popcount(are_above), equal += std::popcount(are_equal);
   }
 }
 
-template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
-    lightning_indexer_select_cluster(const __grid_constant__ SelectParams p) {
+template <int kWarps, class Params>
+__global__ void __launch_bounds__(32 * kWarps) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());
-  const QueryRow row = row_of(p, arch::block_index() / size);
-  if (row.visible <= p.topk) {
-    for (int i = rank * 32 * kWarps + arch::thread_index(); i < p.topk; i += 32 * kWarps * size) write_visible(row, i);
-    return;
-  }
+  const auto row = row_of(p, arch::block_index() / size);
+  if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, size});
   arch::cluster_arrive_relaxed();  // kept: see the wait
   WarpScores scores;
   scores.warp = rank * kWarps + arch::warp_index(), scores.warps = size * kWarps;
@@ -209,33 +210,41 @@ __global__ void __launch_bounds__(32 * kWarps)
     scores.order[i] = key < row.visible ? sortable_key(row.scores[key]) : 0;
   }
   arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
-  write_topk(p, s, row, scores, find_threshold<kWarps>(p, s, row, scores));
+  const SplitTies threshold = find_threshold<kWarps>(p, s, row, scores);
+  if (selects_absent(p, threshold.order)) {
+    arch::syncthreads();  // the warps' counts of the estimate have been read
+    return write_visible(p, s.guess.of_warp[0], row, {rank, size});
+  }
+  write_topk(p, s, row, scores, threshold);
+  if (rank == 0) note_full(p, row);
 #endif
 }
 
 // Launches CTAs of kWarps warps, if the device can hold all CTAs of a cluster at the same time. Else returns false.
-template <int kWarps>
-bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, const void* workspace, std::int64_t first,
-                        std::int64_t count, Stream stream) {
+template <int kWarps, class Params>
+bool launch_in_clusters(const char* name, const Problem& problem, const SelectPlan& plan, std::int64_t count,
+                        Stream stream, const Params& params) {
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
                                 .threads = 32 * kWarps,
                                 .cluster = plan.cluster,
                                 .shared_bytes = ClusterSelectStorage::bytes()};
-  if (runtime::clusters_that_fit<lightning_indexer_select_cluster<kWarps>>(problem.device, shape) == 0) return false;
-  runtime::launch(kName, lightning_indexer_select_cluster<kWarps>, shape, stream,
-                  select_params(problem, workspace, first, plan));
+  if (runtime::clusters_that_fit<lightning_indexer_select_cluster<kWarps, Params>>(problem.device, shape) == 0)
+    return false;
+  runtime::launch(name, lightning_indexer_select_cluster<kWarps, Params>, shape, stream, params);
   return true;
 }
 
-// Selects for `count` queries from `first` on; in clusters if planned and if a cluster fits on the device.
-void launch_cluster_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
-                           Stream stream) {
+// Selects for `count` queries; in clusters if planned and if a cluster fits on the device. See launch_select.
+template <class ParamsOf>
+void launch_cluster_select(const char* name, const Problem& problem, std::int64_t count, Stream stream,
+                           ParamsOf params) {
   const SelectPlan plan = plan_cluster_select(problem, count);
-  const auto launch = plan.warps == 8    ? launch_in_clusters<8>
-                      : plan.warps == 16 ? launch_in_clusters<16>
-                                         : launch_in_clusters<32>;
-  if (plan.cluster == 0 || !launch(problem, plan, workspace, first, count, stream))
-    launch_sampled_select(problem, workspace, first, count, stream);
+  using Params = decltype(params(plan));
+  const auto launch = plan.warps == 8    ? launch_in_clusters<8, Params>
+                      : plan.warps == 16 ? launch_in_clusters<16, Params>
+                                         : launch_in_clusters<32, Params>;
+  if (plan.cluster == 0 || !launch(name, problem, plan, count, stream, params(plan)))
+    launch_sampled_select(name, problem, count, stream, params);
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

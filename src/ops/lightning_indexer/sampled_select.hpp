@@ -375,8 +375,8 @@ HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& 
 }
 
 // Writes positions `first` … end − 1 from the list, up to 256, so that a lane's loads of scores overlap.
-template <bool kWhole>
-HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first, int end) {
+template <bool kWhole, class Row>
+HOPWELL_DEVICE void write_batch(const Row& row, const int* keys, int first, int end) {
   constexpr int kUnroll = 8;
   const int place = first + arch::lane_index();
   int* const indices = row.indices + place;
@@ -386,7 +386,7 @@ HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first,
   for (int i = 0; i < kUnroll; ++i) key[i] = kWhole || place + 32 * i < end ? keys[arch::lane_index() + 32 * i] : 0;
   HOPWELL_UNROLL
   for (int i = 0; i < kUnroll; ++i)
-    if (kWhole || place + 32 * i < end) indices[32 * i] = row.first_key + key[i];
+    if (kWhole || place + 32 * i < end) indices[32 * i] = row.index(key[i]);
   if (row.top_scores == nullptr) return;
   float score[kUnroll];
   HOPWELL_UNROLL
@@ -395,8 +395,8 @@ HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first,
   for (int i = 0; i < kUnroll; ++i)
     if (kWhole || place + 32 * i < end) top_scores[32 * i] = score[i];
 }
-template <int kWarps>
-HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& row, int first, int end) {
+template <int kWarps, class Row>
+HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const Row& row, int first, int end) {
   constexpr int kBatch = 256;
   HOPWELL_NO_UNROLL
   for (int at = first + kBatch * arch::warp_index(); at < end; at += kBatch * kWarps) {
@@ -408,8 +408,8 @@ HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& 
 }
 
 // Writes the keys of the upper bits, topk in total.
-template <int kWarps>
-HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+template <int kWarps, class Row>
+HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const Row& row) {
   constexpr int kListed = SampledSelectConfig::kListed;
   const int warp = arch::warp_index();
   const Range words = words_of_lane<kWarps>(row);
@@ -430,10 +430,10 @@ HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& 
 }
 
 // Returns whether the estimate was right; otherwise writes nothing.
-template <int kWarps>
-HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+template <int kWarps, class Params, class Row>
+HOPWELL_DEVICE bool select_by_guess(const Params& p, SampledSelectStorage& s, const Row& row) {
   const Bounds bounds = guess_bounds<kWarps>(p, s, row);
-  if (bounds.low >= bounds.high) return false;
+  if (bounds.low >= bounds.high || selects_absent(p, bounds.low)) return false;
   const Range keys = keys_of_warp<kWarps>(row);
   if (bounds.low >> 31)
     mark_keys<true>(s, row, keys, bounds);
@@ -449,33 +449,32 @@ HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage&
   return true;
 }
 
-template <int kWarps>
+template <int kWarps, class Params>
 __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
-    lightning_indexer_select_sampled(const __grid_constant__ SelectParams p) {
-  const QueryRow row = row_of(p, arch::block_index());
-  if (row.visible <= p.topk) {
-    for (int i = arch::thread_index(); i < p.topk; i += 32 * kWarps) write_visible(row, i);
-    return;
-  }
+    lightning_indexer_select_sampled(const __grid_constant__ Params p) {
+  const auto row = row_of(p, arch::block_index());
+  if (row.visible <= p.topk) return write_visible(p, arch::dynamic_smem<SelectStorage>().of_warp, row);
   const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
-  if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row)) return;
+  if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row))
+    return note_full(p, row);
   if (long_enough) arch::syncthreads();  // the shared memory of the estimate has been read
-  auto& s = arch::dynamic_smem<SelectStorage>();
-  write_topk(p, s, row, find_threshold(p, s, row));
+  select_row(p, arch::dynamic_smem<SelectStorage>(), row);
 }
 
-// Selects for `count` queries from `first` on; with an estimate if planned.
-void launch_sampled_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
-                           Stream stream) {
+// Selects for `count` queries; with an estimate if planned. See launch_select.
+template <class ParamsOf>
+void launch_sampled_select(const char* name, const Problem& problem, std::int64_t count, Stream stream,
+                           ParamsOf params) {
   const SelectPlan plan = plan_sampled_select(problem, count);
-  if (plan.warps == 0) return launch_select(problem, workspace, first, count, stream);
-  const auto kernel = plan.warps == 4    ? lightning_indexer_select_sampled<4>
-                      : plan.warps == 8  ? lightning_indexer_select_sampled<8>
-                      : plan.warps == 16 ? lightning_indexer_select_sampled<16>
-                                         : lightning_indexer_select_sampled<32>;
-  runtime::launch(kName, kernel,
+  if (plan.warps == 0) return launch_select(name, problem, count, stream, params);
+  using Params = decltype(params(plan));
+  const auto kernel = plan.warps == 4    ? lightning_indexer_select_sampled<4, Params>
+                      : plan.warps == 8  ? lightning_indexer_select_sampled<8, Params>
+                      : plan.warps == 16 ? lightning_indexer_select_sampled<16, Params>
+                                         : lightning_indexer_select_sampled<32, Params>;
+  runtime::launch(name, kernel,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
-                  select_params(problem, workspace, first, plan));
+                  params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -41,6 +41,17 @@ HOPWELL_DEVICE float scale_of_key(const ScoreTask& p, int key) {
   if (sizeof(T) > 1 || p.k_scale == nullptr || key >= p.s_kv) return 1;
   return p.k_scale[key * p.k_scale_stride];
 }
+// The score of a key that does not exist. It sorts below −inf, and above nothing (0): see sortable_key in select.hpp.
+HOPWELL_DEVICE float absent_score() { return arch::bit_cast<float>(0xFFFFFFFEU); }
+// Whether a key of 0 … s_kv − 1 exists. In a paged cache some may not; the kernels store absent_score() for them.
+HOPWELL_DEVICE bool has_key(const ScoreTask& /*task*/, int /*key*/) { return true; }
+
+// The row of a key.
+template <class T>
+struct KeyRow {
+  const T* data;  // valid if the key exists
+  bool exists;
+};
 
 // Numbers first … end − 1; empty if first >= end.
 struct Span {
@@ -137,8 +148,8 @@ HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp
 }
 
 // Parameters for `count` queries from `first` on, whose scores go to the workspace.
-ScoreTask score_task(const Problem& problem, const ScorePlan& plan, void* workspace, std::int64_t first,
-                     std::int64_t count) {
+inline ScoreTask score_task(const Problem& problem, const ScorePlan& plan, void* workspace, std::int64_t first,
+                            std::int64_t count) {
   ScoreTask p{plan.queries};
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;

@@ -55,6 +55,9 @@ struct QueryRow {
   int* indices;
   float* top_scores;
   int first_key, visible;  // first visible key; number of visible keys
+
+  // The index that is written for a visible key.
+  [[nodiscard]] HOPWELL_DEVICE int index(int key) const { return first_key + key; }
 };
 HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
   const KeyRange visible = p.visibility.keys(p.first_query + query, p.s_kv);
@@ -63,11 +66,24 @@ HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
           int(visible.count)};
 }
 
-// Writes entry i of a query that sees at most topk keys.
-HOPWELL_DEVICE void write_visible(const QueryRow& row, int i) {
-  row.indices[i] = i < row.visible ? row.first_key + i : -1;
-  if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
+// The number of CTAs that write a row together, and this CTA's rank.
+struct RowCtas {
+  int rank = 0, count = 1;
+};
+// Writes a row that sees at most topk keys. Executed by all threads. The three functions have overloads for other
+// parameters: those of paged_lightning_indexer.
+HOPWELL_DEVICE void write_visible(const SelectParams& p, int* /*of_warp*/, const QueryRow& row,
+                                  const RowCtas& ctas = {}) {
+  const int threads = 32 * p.warps;
+  for (int i = ctas.rank * threads + arch::thread_index(); i < p.topk; i += threads * ctas.count) {
+    row.indices[i] = i < row.visible ? row.first_key + i : -1;
+    if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
+  }
 }
+// Whether a threshold selects keys that do not exist.
+HOPWELL_DEVICE bool selects_absent(const SelectParams& /*p*/, uint32_t /*order*/) { return false; }
+// Notes that a row selects topk keys.
+HOPWELL_DEVICE void note_full(const SelectParams& /*p*/, const QueryRow& /*row*/) {}
 
 // Sortable key of a float: integers in the order of the floats.
 HOPWELL_DEVICE uint32_t sortable_key(float x) {
@@ -214,7 +230,8 @@ HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKe
 
 // Writes the keys of the warp's bits, and their scores, from position `at` on. Four at a time, so that a lane's loads
 // of scores overlap.
-HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const QueryRow& row, const WarpKeys& keys,
+template <class Row>
+HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const Row& row, const WarpKeys& keys,
                                int first_word, int at) {
   constexpr int kUnroll = 4;
   const int lane = arch::lane_index(), words = (keys.end - keys.begin + 31) / 32;
@@ -234,7 +251,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
       HOPWELL_UNROLL
       for (int i = 0; i < kUnroll; ++i) {
         if (key[i] < 0) break;
-        row.indices[place + i] = row.first_key + key[i];
+        row.indices[place + i] = row.index(key[i]);
         if (row.top_scores) row.top_scores[place + i] = score[i];
       }
     }
@@ -245,8 +262,8 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
 // Keys per iteration: each has one bit in the words of any row this long.
 constexpr int kKeysWrittenTogether = 32 * 1024;
 
-HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const QueryRow& row,
-                               const Threshold& threshold) {
+template <class Row>
+HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const Row& row, const Threshold& threshold) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   int written = 0;
   for (int first = 0; first < row.visible; first += kKeysWrittenTogether) {
@@ -263,16 +280,25 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const Qu
   }
 }
 
-__global__ void __launch_bounds__(32 * kMaxSelectWarps)
-    lightning_indexer_select(const __grid_constant__ SelectParams p) {
-  auto& s = arch::dynamic_smem<SelectStorage>();
-  const QueryRow row = row_of(p, arch::block_index());
-  if (row.visible > p.topk) return write_topk(p, s, row, find_threshold(p, s, row));
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) write_visible(row, i);
+// Selects for a row that sees more than topk keys.
+template <class Params, class Row>
+HOPWELL_DEVICE void select_row(const Params& p, SelectStorage& s, const Row& row) {
+  const Threshold threshold = find_threshold(p, s, row);
+  if (selects_absent(p, threshold.order)) return write_visible(p, s.of_warp, row);
+  write_topk(p, s, row, threshold);
+  note_full(p, row);
 }
 
-SelectParams select_params(const Problem& problem, const void* workspace, std::int64_t first_query,
-                           const SelectPlan& plan) {
+template <class Params>
+__global__ void __launch_bounds__(32 * kMaxSelectWarps) lightning_indexer_select(const __grid_constant__ Params p) {
+  auto& s = arch::dynamic_smem<SelectStorage>();
+  const auto row = row_of(p, arch::block_index());
+  if (row.visible <= p.topk) return write_visible(p, s.of_warp, row);
+  select_row(p, s, row);
+}
+
+inline SelectParams select_params(const Problem& problem, const void* workspace, std::int64_t first_query,
+                                  const SelectPlan& plan) {
   SelectParams p{};
   p.visibility = problem.visibility;
   p.scores = static_cast<const float*>(workspace), p.first_query = first_query, p.pitch = problem.s_kv;
@@ -283,13 +309,13 @@ SelectParams select_params(const Problem& problem, const void* workspace, std::i
   return p;
 }
 
-// Selects for `count` queries from `first` on.
-void launch_select(const Problem& problem, const void* workspace, std::int64_t first, std::int64_t count,
-                   Stream stream) {
+// Selects for `count` queries. `params` is for the plan: see select_params.
+template <class ParamsOf>
+void launch_select(const char* name, const Problem& problem, std::int64_t count, Stream stream, ParamsOf params) {
   const SelectPlan plan = plan_select(problem, count);
-  runtime::launch(kName, lightning_indexer_select,
+  runtime::launch(name, lightning_indexer_select<decltype(params(plan))>,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.bucket_bits)), stream,
-                  select_params(problem, workspace, first, plan));
+                  params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

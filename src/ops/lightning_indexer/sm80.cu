@@ -21,7 +21,8 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
                                                                  : launch_score<float>;
       score(problem, workspace, first, count, stream);
     }
-    launch_select(problem, workspace, first, count, stream);
+    launch_select(kName, problem, count, stream,
+                  [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); });
   });
 }
 

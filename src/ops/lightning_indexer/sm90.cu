@@ -26,7 +26,8 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   for_each_pass(problem, plan, [&](std::int64_t first, std::int64_t count) {
     const auto score = problem.q.dtype == DType::kBFloat16 ? launch_score<arch::bf16> : launch_score<arch::e4m3>;
     if (problem.s_kv > 0) score(problem, workspace, first, count, stream);
-    launch_cluster_select(problem, workspace, first, count, stream);
+    launch_cluster_select(kName, problem, count, stream,
+                          [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); });
   });
 }
 

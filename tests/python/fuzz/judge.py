@@ -483,6 +483,8 @@ def expect(call: FuzzedCall, backend: str = "cpu") -> Callable[[tuple[Any, ...]]
     with np.errstate(all="ignore"):
         if call.operator == "lightning_indexer":
             return lambda results: judge_indexer.check_selection(arguments, backend, *results)
+        if call.operator == "paged_lightning_indexer":
+            return lambda results: judge_indexer.check_paged_selection(arguments, backend, results)
         keep = {
             name: value
             for name, value in arguments.items()

@@ -7,6 +7,7 @@ from hopwell import reference
 from hopwell.reference._visible import visible_keys
 
 from .bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, compare, e4m3_cut, finite, is_cut, unless
+from .draw import E4M3
 
 
 def _scores(
@@ -68,6 +69,56 @@ def check_selection(a: dict[str, Any], backend: str, indices: Any, scores: Any) 
             assert not score[worst] + off[worst] < score[best] - off[best], (
                 f"indices[{s}] has key {first + worst} of score {score[worst]}, not {first + best} of {score[best]}"
             )
+
+
+def check_paged_selection(a: dict[str, Any], backend: str, results: tuple[Any, ...]) -> None:
+    """As `check_selection`, query by query over the keys that it sees."""
+    q = a["q_index"] if a["q_index"].ndim == 4 else a["q_index"][:, None]
+    (b, q_len, _, d), topk = q.shape, a["topk"]
+    has_scores = a.get("scores") is not False
+    indices = results[0].reshape(b, q_len, topk)
+    scores = results[1].reshape(b, q_len, topk) if has_scores else None
+    lengths = results[-1].reshape(b, q_len) if len(results) > 1 + has_scores else None
+    keys, scales = _paged_keys(a["cache"], d, a["q_index"].dtype.name == "float8_e4m3fn")
+    blocks, block = a["cache"].shape[:2]
+    for s in range(b):
+        for i in range(q_len):
+            lens = a["context_lens"].astype(np.int64)
+            seen = lens[s, i] if lens.ndim == 2 else lens[s] - (q_len - 1 - i)
+            positions = np.arange(min(max(seen, 0), a["block_tables"].shape[1] * block))
+            pages = a["block_tables"][s].astype(np.int64)[positions // block]
+            there = (pages >= 0) & (pages < blocks)
+            positions, slots = positions[there], (pages * block + positions % block)[there]
+            row, at = indices[s, i].copy(), 0
+            for j, index in enumerate(row[: min(topk, len(slots))]):  # of equal slots the first position is chosen
+                names = slots if a.get("slots") else positions
+                while at < len(names) and names[at] != index:
+                    at += 1
+                assert at < len(names), f"indices[{s}, {i}, {j}] = {index} is not visible, or does not ascend"
+                row[j], at = at, at + 1
+            one = {"q_index": q[s, i][None], "k_index": keys[slots], "topk": topk, "relu": a.get("relu", True)}
+            one["weights"] = a["weights"].reshape(b, q_len, -1)[s, i][None]
+            if "q_scale" in a:
+                one["q_scale"] = a["q_scale"].reshape(b, q_len, -1)[s, i][None]
+            if scales is not None:
+                one["k_scale"] = scales[slots]
+            if scores is not None:
+                check_selection(one, backend, row[None], scores[s, i][None])
+            elif len(slots) <= topk:
+                assert (row[: len(slots)] == np.arange(len(slots))).all() and (row[len(slots) :] == -1).all()
+            if lengths is not None:
+                assert lengths[s, i] == min(topk, len(slots)), f"lengths[{s}, {i}]"
+
+
+def _paged_keys(cache: Any, d: int, is_fp8: bool) -> tuple[Any, Any]:
+    """The keys [slots, d] of a cache, and their scales."""
+    blocks, block = cache.shape[:2]
+    flat = np.ascontiguousarray(cache).reshape(blocks, block * cache.shape[-1])
+    if not is_fp8:
+        return flat.reshape(blocks * block, d), None
+    codes, scales = flat.view(np.uint8)[:, : block * d], flat.view(np.uint8)[:, block * d :]
+    keys = np.ascontiguousarray(codes).view(E4M3).reshape(blocks * block, d)
+    return keys, np.ascontiguousarray(scales).view(np.float32).reshape(blocks * block)
 
 
 def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:

@@ -9,7 +9,7 @@ from hopwell import reference
 from hopwell._ops import OPERATORS
 from hypothesis import strategies as st
 
-from . import right_cache, right_decode, right_pooling
+from . import right_cache, right_decode, right_paged_indexer, right_pooling
 from .call import WORK, FuzzedCall, fit, given
 from .draw import E4M3, Maker, integers_around, rows_of_indices
 
@@ -544,5 +544,12 @@ def normalize_l1(draw: st.DrawFn) -> FuzzedCall:
 
 
 CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
-    name: {**vars(right_pooling), **vars(right_cache), **vars(right_decode), **globals()}[name] for name in OPERATORS
+    name: {
+        **vars(right_pooling),
+        **vars(right_cache),
+        **vars(right_decode),
+        **vars(right_paged_indexer),
+        **globals(),
+    }[name]
+    for name in OPERATORS
 }

@@ -41,6 +41,7 @@ def check_right(call: FuzzedCall) -> None:
 NAMES = {
     "sparse_mla_backward": ("dq", "dkv", "d_sink", "d_window_kv"),  # the last one with window_kv
     "lightning_indexer_backward": ("loss", "d_q_index", "d_k_index", "d_weights"),
+    "paged_lightning_indexer": ("indices", "scores"),
     "indexer_dense_loss": ("loss", "d_q_index", "d_k_index", "d_weights"),
 }
 
@@ -54,6 +55,10 @@ def results_of(operator: str, arguments: dict[str, Any]) -> dict[str, Any]:
         named = {name: result for name, result in named.items() if result is not None}
         if "attn" in arguments:
             named["attn"] = arguments["attn"]
+    if operator == "paged_lightning_indexer":  # scores may be left out, and lengths are written only if they are given
+        named = {name: result for name, result in named.items() if result is not None}
+        if isinstance(arguments.get("lengths"), np.ndarray):
+            named["lengths"] = arguments["lengths"]
     return named
 
 

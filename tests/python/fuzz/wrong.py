@@ -31,12 +31,12 @@ OPTIONAL = (
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
     "row_weights", "q_scale", "k_scale", "position_bias", "cu_seqlens", "cu_compressed", "d_kv", "d_gate",
     "window_kv", "w_start", "w_end", "d_window_kv", "k_rope", "positions", "cos_sin", "rope_offset", "kv_scale",
-    "block_tables", "extra_topk_length", "rope_cache",
+    "block_tables", "extra_topk_length", "rope_cache", "scores", "lengths",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
     "row_weights", "k_scale", "cu_seqlens", "cu_compressed", "w_start", "w_end", "slots", "positions",
-    "extra_topk_length",
+    "extra_topk_length", "lengths",
 )  # fmt: skip
 INTS_OF_ANY_WIDTH = ("slots", "positions")
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
@@ -338,6 +338,7 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "kv_compress": _POOLING,
     "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
     "sparse_mla_decode": {"attn_sink": "h_q"},
+    "paged_lightning_indexer": {"block_tables": "b max_blocks"},
     "mla_cache_append": {
         "kv": "n columns!",
         "k_rope": "n d_rope!",
@@ -385,6 +386,13 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
             for count in ("context_lens", f"{prefix}topk_length"):
                 if isinstance(a.get(count), np.ndarray):
                     names[count] = "b" if a[count].ndim == 1 else "b q_len"
+    if call.operator == "paged_lightning_indexer":
+        rows = "b" if a["q_index"].ndim == 3 else "b q_len"
+        names |= {"q_index": f"{rows} h_index d_index!", "lengths": rows}
+        names |= dict.fromkeys(("weights", "q_scale"), f"{rows} h_index")
+        names |= dict.fromkeys(("indices", "scores"), f"{rows} topk!")
+        names["cache"] = "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!"
+        names["context_lens"] = "b" if a["context_lens"].ndim == 1 else "b q_len"
     blocked = a.get("scale_layout") == "blocked"
     return {
         name: tuple(dims.split(" "))

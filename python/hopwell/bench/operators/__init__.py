@@ -23,6 +23,7 @@ from .nvfp4 import (
     nvfp4_quantize,
 )
 from .paged_attention import paged_attention
+from .paged_lightning_indexer import paged_lightning_indexer
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 from .sparse_mla_decode import sparse_mla_decode
 
@@ -83,6 +84,21 @@ OPERATORS = {
         [{}, {"b": 64}, {"h_q": 64}, {"h_q": 128}, {"q_len": 2}],
         [{"b": 1, "topk": 512}],
         {"b": 2, "h_q": 4, "topk": 70, "context": 128},
+    ),
+    "paged_lightning_indexer": Operator(
+        paged_lightning_indexer,
+        [
+            {},
+            {"context": 8192},
+            {"context": 131072},
+            {"context": 1048576},
+            {"b": 8},
+            {"b": 64, "context": 8192},
+            {"b": 64, "context": 8192, "q_len": 2},
+            {"fp8": 0},
+        ],
+        [{"context": 8192}],
+        {"b": 2, "q_len": 2, "context": 256, "h_index": 4, "topk": 64},
     ),
     "paged_attention": Operator(
         paged_attention,

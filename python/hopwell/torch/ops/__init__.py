@@ -24,6 +24,7 @@ from ._nvfp4 import (
     nvfp4_quantize,
 )
 from ._paged_attention import paged_attention
+from ._paged_lightning_indexer import paged_lightning_indexer
 from ._sparse_mla import attention_distribution, normalize_l1, sparse_mla, sparse_mla_backward, sparse_mla_forward
 from ._sparse_mla_decode import sparse_mla_decode
 
@@ -45,6 +46,7 @@ __all__ = [
     "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",
+    "paged_lightning_indexer",
     "read_mla_cache",
     "sparse_mla",
     "sparse_mla_backward",

@@ -52,6 +52,11 @@ struct ScoreStorage {
 };
 static_assert(sizeof(ScoreStorage<float>) <= 99 * 1024);
 
+template <class T>
+HOPWELL_DEVICE KeyRow<T> row_of_key(const ScoreParams<T>& p, int key) {
+  return {p.k.data + key * p.k.stride, key < p.s_kv};
+}
+
 // Copies consecutive tiles of q: a thread copies every fourth chunk of one row, and loads the row's weight or the
 // visible keys of its query.
 template <class T>
@@ -66,7 +71,8 @@ struct QueryLoader {
     head = row - query_of_tile * p.padded_heads;
   }
 
-  HOPWELL_DEVICE void copy(const ScoreParams<T>& p, ScoreStorage<T>& s, int stage) {
+  template <class Params>
+  HOPWELL_DEVICE void copy(const Params& p, ScoreStorage<T>& s, int stage) {
     const int quarter = arch::thread_index() % 4;
     const bool has_query = query_of_tile < p.queries_per_tile && query < p.queries,
                exists = has_query && head < p.heads;
@@ -107,19 +113,18 @@ struct QueryLoader {
 };
 
 // Loads this lane's keys.
-template <class T>
-HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>]) {
+template <class T, class Params>
+HOPWELL_DEVICE void load_keys(const Params& p, int first, MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>]) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int m = 0; m < kTilesM<T>; ++m) {
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int key = first + 16 * m + 8 * half + g;
+      const KeyRow<T> row = row_of_key(p, first + 16 * m + 8 * half + g);
       HOPWELL_UNROLL
       for (int block = 0; block < kColumnBlocks; ++block)
-        keys[m].chunk[block][half] = key < p.s_kv && block < p.column_blocks
-                                         ? p.k.chunk(p.k.data + key * p.k.stride, 32 * block + 8 * t)
-                                         : Chunk<kSplitTerms<T>>{};
+        keys[m].chunk[block][half] =
+            row.exists && block < p.column_blocks ? p.k.chunk(row.data, 32 * block + 8 * t) : Chunk<kSplitTerms<T>>{};
     }
   }
 }
@@ -145,27 +150,24 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
   }
 }
 
-// Lane t of a quad stores the scores of a key; `scale` is that key's scale.
+// Lane t of a quad stores the scores of a key; `scale` is that key's scale. The score of a key that does not exist is
+// absent_score().
 template <class T>
-HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale,
+HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale, bool exists,
                                  const float (&sums)[kTilesM<T>][2]) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kTilesM<T>; ++i) {
     const float sum = tile::sum_of_quad(sums[i / 2][i % 2]);
     const int key = first_key + 8 * i + g;
-    if (i == t && key < p.s_kv) p.scores[query * p.pitch + key] = tile::index_score(sum * scale);
+    if (i == t && key < p.s_kv)
+      p.scores[query * p.pitch + key] = exists ? tile::index_score(sum * scale) : absent_score();
   }
 }
 
-// kWhole: d_index > 96.
-template <bool kWhole, bool kRelu, class T>
-__global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
-    lightning_indexer_score_sm80(const __grid_constant__ ScoreParams<T> p) {
-  auto& s = arch::dynamic_smem<ScoreStorage<T>>();
-  const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
-  const ScorePart part =
-      p.masked ? visible_part_of_grid<kKeysOfCta<T>>(p, s.of_warp, groups_per_slice) : part_of_grid<kKeysOfCta<T>>(p);
+// Scores of the keys of a part and the queries of its tiles. kWhole: d_index > 96.
+template <bool kWhole, bool kRelu, class T, class Params>
+HOPWELL_DEVICE void score_part(const Params& p, ScoreStorage<T>& s, const ScorePart& part) {
   const int first_key = part.first_key + arch::warp_index() * 16 * kTilesM<T>;
   const auto [first, end] = part.tiles;
   if (first >= end) return;
@@ -175,8 +177,10 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
     arch::cp_async_commit();
   }
   MmaRows<kSplitTerms<T>> keys[kTilesM<T>];
-  load_keys(p, first_key, keys);
-  const float scale = scale_of_key<T>(p, first_key + arch::lane_index() % 4 * 8 + arch::lane_index() / 4);
+  load_keys<T>(p, first_key, keys);
+  const int stored_key = first_key + arch::lane_index() % 4 * 8 + arch::lane_index() / 4;
+  const float scale = scale_of_key<T>(p, stored_key);
+  const bool exists = has_key(p, stored_key);
   float sums[kTilesM<T>][2] = {};
   int query = first / p.tiles_per_query * p.queries_per_tile, head_tile = 0;  // of this tile
   for (int number = first, stage = 0; number < end; ++number) {
@@ -193,13 +197,23 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
         add_heads<kWhole, kRelu, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head < heads) add_heads<kWhole, kRelu, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head_tile + 1 < p.tiles_per_query) continue;
-      store_scores(p, query + i, first_key, scale, sums);
+      store_scores<T>(p, query + i, first_key, scale, exists, sums);
       HOPWELL_UNROLL
       for (auto& of_keys : sums) of_keys[0] = of_keys[1] = 0;
     }
     if (++head_tile == p.tiles_per_query) head_tile = 0, query += p.queries_per_tile;
     stage = stage + 1 == kStages<T> ? 0 : stage + 1;
   }
+}
+
+template <bool kWhole, bool kRelu, class T>
+__global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
+    lightning_indexer_score_sm80(const __grid_constant__ ScoreParams<T> p) {
+  auto& s = arch::dynamic_smem<ScoreStorage<T>>();
+  const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
+  const ScorePart part =
+      p.masked ? visible_part_of_grid<kKeysOfCta<T>>(p, s.of_warp, groups_per_slice) : part_of_grid<kKeysOfCta<T>>(p);
+  score_part<kWhole, kRelu, T>(p, s, part);
 }
 
 // Without relu, which is rare, only the variant for any d_index is compiled.

@@ -110,6 +110,10 @@ HOPWELL_DEVICE QueryTiles query_tiles(const ScoreTask& p) {
   return tiles;
 }
 
+// The ring's slot of the first key tile of a part. A CTA with several parts goes on in the ring, with parameters that have
+// an overload of this.
+HOPWELL_DEVICE uint32_t first_slot(const ScorePart& /*part*/) { return 0; }
+
 // Iterates over the tiles of q.
 struct TileCursor {
   int tile, query, head_tile = 0;  // the tile, its first query, and its index among the query's tiles
@@ -117,9 +121,9 @@ struct TileCursor {
   // Starts at the first tile of a query.
   HOPWELL_DEVICE TileCursor(const ScoreTask& p, int first)
       : tile(first), query(first / p.tiles_per_query * p.queries_per_tile) {}
-  template <class T>
-  HOPWELL_DEVICE ScoreSlot<T> slot(ScoreStorage<T>& s, const ScorePart& part) const {
-    return {s, uint32_t(ScoreConfig<T>::kKeyTiles + tile - part.tiles.first)};
+  template <class T, class Part>
+  HOPWELL_DEVICE ScoreSlot<T> slot(ScoreStorage<T>& s, const Part& part) const {
+    return {s, first_slot(part) + uint32_t(ScoreConfig<T>::kKeyTiles + tile - part.tiles.first)};
   }
   HOPWELL_DEVICE void advance(const QueryTiles& p) {
     ++tile;
@@ -134,14 +138,14 @@ struct TileWeights {
   float weights[2];
   Span visible;  // to any of the queries; if masked
 };
-template <bool kMasked>
-HOPWELL_DEVICE Span visible_to_tile(const ScoreTask& p, const TileCursor& at) {
+template <bool kMasked, class Params>
+HOPWELL_DEVICE Span visible_to_tile(const Params& p, const TileCursor& at) {
   if constexpr (!kMasked) return {};
   const int lane = arch::lane_index(), query = at.query + lane;
   return span_of_warp(lane < p.queries_per_tile && query < p.queries ? visible_to(p, query) : Span{});
 }
-template <bool kMasked, class T>
-HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams<T>& p, const TileCursor& at) {
+template <bool kMasked, class T, class Params>
+HOPWELL_DEVICE TileWeights load_tile_weights(const Params& p, const TileCursor& at) {
   TileWeights loaded{{0, 0}, visible_to_tile<kMasked>(p, at)};
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -152,12 +156,11 @@ HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams<T>& p, const Tile
   return loaded;
 }
 
-// The CTA's keys, then every tile of q.
+// The CTA's keys.
 template <class T>
-HOPWELL_DEVICE void produce_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part) {
+HOPWELL_DEVICE void produce_keys(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part) {
   using Config = ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
-  if (arch::lane_index() != 0) return;
   for (int i = 0; i < Config::kKeyTiles; ++i) {
     arch::mbarrier_arrive_expect_tx(s.ring.full[i], Config::kStageBytes);
     for (int panel = 0; panel < Config::kPanels; ++panel)
@@ -165,6 +168,17 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, c
                         {kColumns * panel, part.first_key + Config::kRows * i}, s.ring.full[i]);
     arch::mbarrier_arrive(s.ring.full[i]);  // in place of the weights, which keys do not have
   }
+}
+// The row of a query in q's tensor map.
+HOPWELL_DEVICE int row_in_map(const ScoreTask& p, int query) { return int(p.first_query) + query; }
+
+// The CTA's keys, then every tile of q.
+template <class T, class Params, class Part>
+HOPWELL_DEVICE void produce_tiles(const Params& p, ScoreStorage<T>& s, const Part& part) {
+  using Config = ScoreConfig<T>;
+  constexpr int kColumns = 128 / sizeof(T);  // of a panel
+  if (arch::lane_index() != 0) return;
+  produce_keys(p, s, part);
   TileCursor at(p, part.tiles.first);
   HOPWELL_NO_UNROLL
   for (; at.tile < part.tiles.end; at.advance(p)) {
@@ -174,26 +188,26 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, c
     arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
     for (int panel = 0; panel < Config::kPanels; ++panel)
       arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes, p.q,
-                        {kColumns * panel, at.head_tile * kHeadTile, int(p.first_query) + at.query}, full);
+                        {kColumns * panel, at.head_tile * kHeadTile, row_in_map(p, at.query)}, full);
   }
 }
 
 // Weights of every third tile from `first` on, and the visible keys of its queries. A load takes as long as a tile.
-template <bool kMasked, class T>
-HOPWELL_DEVICE void produce_weights(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part, int first) {
+template <bool kMasked, class T, class Params, class Part>
+HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const Part& part, int first) {
   const int lane = arch::lane_index();
   TileCursor at(p, part.tiles.first);
   const auto advance = [&](int tiles) {
     for (int i = 0; i < tiles; ++i) at.advance(p);
   };
   advance(first);
-  TileWeights next = load_tile_weights<kMasked>(p, at);
+  TileWeights next = load_tile_weights<kMasked, T>(p, at);
   HOPWELL_NO_UNROLL
   while (at.tile < part.tiles.end) {
     const ScoreSlot<T> slot = at.slot(s, part);
     const TileWeights loaded = next;
     advance(ScoreConfig<T>::kWeightWarps);
-    next = load_tile_weights<kMasked>(p, at);
+    next = load_tile_weights<kMasked, T>(p, at);
     slot.wait_empty();
     s.weights[slot.stage()].store(uint32_t(lane), loaded.weights);
     if (kMasked && lane == 0) s.visible[slot.stage()] = loaded.visible;
@@ -254,13 +268,15 @@ struct Sums {
 template <class T>
 struct StoredKey {
   int key;
+  bool stored;  // else the key is past the last one
   bool exists;
   float scale;
 
-  HOPWELL_DEVICE StoredKey(const ScoreTask& p, int first_of_group) {
+  template <class Params>
+  HOPWELL_DEVICE StoredKey(const Params& p, int first_of_group) {
     const int lane = arch::lane_index();
     key = first_of_group + lane / 2 % 2 * ScoreConfig<T>::kRows + arch::warp_index() % 4 * 16 + lane / 4 + lane % 2 * 8;
-    exists = key < p.s_kv, scale = scale_of_key<T>(p, key);
+    stored = key < p.s_kv, exists = has_key(p, key), scale = scale_of_key<T>(p, key);
   }
   HOPWELL_DEVICE void store(const ScoreTask& p, int query, const Sums (&sums)[2]) const {
     const int lane = arch::lane_index();
@@ -272,7 +288,8 @@ struct StoredKey {
       of_half[i] = of_key[0];
     }
     tile::share_sums(of_half, 1, 2, lane & 2);
-    if (exists) p.scores[int64_t{query} * p.s_kv + key] = tile::index_score(of_half[0] * scale);
+    if (stored)
+      p.scores[int64_t{query} * p.pitch + key] = exists ? tile::index_score(of_half[0] * scale) : absent_score();
   }
 };
 
@@ -300,22 +317,22 @@ HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const
   }
 }
 
-template <int kHeads, bool kMasked, bool kRelu, class T>
-HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part, int group) {
+template <int kHeads, bool kMasked, bool kRelu, class T, class Params, class Part>
+HOPWELL_DEVICE void score_tiles(const Params& p, ScoreStorage<T>& s, const Part& part, int group, const Turn<T>& turn) {
   using Config = ScoreConfig<T>;
   constexpr int kKeysOfGroup = Config::kHalves * Config::kRows;
   const int first_of_group = part.first_key + group * kKeysOfGroup;
   ScoreKeys<T> keys[Config::kHalves];
   // Every warp waits for all of the CTA's keys, although it reads only some, before it releases any: a wait for a stage
   // that is two phases ahead would block.
-  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, i).wait_full();
+  const uint32_t slot_of_keys = first_slot(part);
+  for (uint32_t i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, slot_of_keys + i).wait_full();
   const tile::FragmentLane lane;
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kHalves; ++i)
-    tile::load_fragments(lane, ScoreSlot<T>(s, Config::kHalves * group + i).rows(), keys[i]);
-  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, i).release();
+    tile::load_fragments(lane, ScoreSlot<T>(s, slot_of_keys + uint32_t(Config::kHalves * group + i)).rows(), keys[i]);
+  for (uint32_t i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, slot_of_keys + i).release();
   const StoredKey<T> stored(p, first_of_group);
-  const Turn<T> turn(group);
   Sums sums[Config::kHalves] = {};
   HOPWELL_NO_UNROLL
   for (TileCursor at(p, part.tiles.first); at.tile < part.tiles.end; at.advance(query_tiles<kHeads>(p))) {
@@ -368,7 +385,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < Config::kGroups) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score_tiles<kHeads, kMasked, kRelu>(p, s, part_of_role<kMasked>(p, s), group);
+    score_tiles<kHeads, kMasked, kRelu>(p, s, part_of_role<kMasked>(p, s), group, Turn<T>(group));
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);

@@ -1,0 +1,64 @@
+"""The indexer over a paged cache beside the same in eager PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ..problem import Call, Problem, randn, torch_peer
+from ..scale import DEVICE, cold_copies
+from .lightning_indexer import to_float8
+
+D, BLOCK = 128, 64
+
+
+def _cache_of(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
+    """Blocks [n, BLOCK, D + 4]: keys [n * BLOCK, D] of float8 with scales, the blocks in this order."""
+    n = len(order)
+    rows = codes.view(torch.uint8).view(n, BLOCK * D), scales.float().contiguous().view(torch.uint8).view(n, 4 * BLOCK)
+    return torch.cat(rows, 1)[order].view(n, BLOCK, D + 4)
+
+
+def paged_lightning_indexer(
+    b: int = 1, q_len: int = 1, context: int = 65536, h_index: int = 64, topk: int = 2048, fp8: int = 1
+) -> Problem:
+    """Selects among `context` keys of each of b sequences. `fp8` = 0: queries and keys are bf16."""
+    pages = context // BLOCK
+    size = b * context * (D + 4 if fp8 else 2 * D)
+    copies = cold_copies(size)
+    q, keys = randn(b, q_len, h_index, D), randn(copies, b * context, D)
+    weights = randn(b, q_len, h_index).float() * (h_index * D) ** -0.5
+    order = torch.randperm(b * pages, device=DEVICE)
+    tables = torch.argsort(order).int().view(b, pages)
+    lens = torch.full((b,), context, dtype=torch.int32, device=DEVICE)
+    if fp8:
+        q = q.to(torch.float8_e4m3fn)
+        rows = [to_float8(k) for k in keys]
+        caches = [_cache_of(codes, scales, order) for codes, scales in rows]
+        keys = torch.stack([(codes.float() * scales[..., None]).bfloat16() for codes, scales in rows])
+    else:
+        caches = [k.view(-1, BLOCK, D)[order] for k in keys]
+
+    def read(results: list[Tensor]) -> list[Tensor]:
+        """Sorted scores: a package may choose either of two keys with nearly equal scores."""
+        return [results[1].float().sort().values]
+
+    def eager(i: int) -> list[Tensor]:
+        """With products of bf16, after float8 codes were decoded."""
+        dots = torch.einsum("bihd,btd->biht", q.bfloat16(), keys[i].view(b, context, D)).relu_()
+        scores = torch.einsum("bih,biht->bit", weights, dots.float())
+        best = scores.topk(min(topk, context))
+        return [best.indices, best.values]
+
+    def pytorch() -> Call:
+        return eager
+
+    return Problem(
+        lambda i: list(hopwell.paged_lightning_indexer(q, caches[i], weights, topk, tables, lens)),
+        read,
+        [torch_peer("torch eager", pytorch, read)],
+        copies=copies,
+        bytes=size + 4 * b * q_len * (2 * topk + h_index) + q.numel() * q.element_size(),
+    )
