@@ -26,10 +26,11 @@ struct Decode {
   enum class Lens { kNone, kSequence, kQuery } context_lens = Lens::kNone, topk_length = Lens::kNone;
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;
   enum class Entries { kAny, kEmptyRows, kTwice, kOne } entries = Entries::kAny;
-  enum class Scales { kPow2, kAny } scales = Scales::kPow2;  // any: also negative ones and 0
-  float kv_scale = 0;                                        // 0: not given
+  // Any: also negative ones and 0. Some: now and then one that GPUs decode in another way.
+  enum class Scales { kPow2, kAny, kSome } scales = Scales::kPow2;
+  float kv_scale = 0;  // 0: not given
   bool scale_array = false, rope_cache = false;
-  bool planted_nan = false;  // in a selected row
+  bool planted_nan = false, nan_scale = false;  // in a selected row: a number or a code, or a scale
   double q_size = 0.1;
   float sm_scale = 0.5F;
 
@@ -110,15 +111,17 @@ double as_bf16(double x) {
   return double{std::bit_cast<float>((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000U)};
 }
 
-// Random codes and bf16 elements for a row, and their values. Reserved bytes stay NaN.
-void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t slot, double* values) {
+// Random codes and bf16 elements for a row, and their values. Reserved bytes stay NaN. plants: this row has the NaN.
+void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t slot, bool plants, double* values) {
   const std::int64_t row = slot % bytes.block;
   const auto codes = [&](std::int64_t at, std::int64_t count, double scale, double* to) {
     for (std::int64_t j = 0; j < count; ++j) {
       auto code = static_cast<unsigned>(random.below(254));
       code += code >= 0x7F ? 1 : 0;  // 0x7F and 0xFF are NaN
+      const bool is_nan = plants && p.planted_nan && to + j == values + 261;
+      if (is_nan) code = 0xFF;
       bytes.put(slot, at + j, code);
-      const double value = e4m3_value(code & 0x7FU) * (code >= 0x80 ? -1 : 1);
+      const double value = is_nan ? static_cast<double>(NAN) : e4m3_value(code & 0x7FU) * (code >= 0x80 ? -1 : 1);
       to[j] = p.rows == Rows::kPerTensor ? value * scale : as_bf16(value * scale);
     }
   };
@@ -128,7 +131,17 @@ void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t s
       bytes.put(slot, at + 2 * j, std::bit_cast<std::uint32_t>(static_cast<float>(to[j])) >> 16, 2);
     }
   };
-  const auto exponent = [&] { return static_cast<int>(random.below(4)) - 10; };
+  const auto exponent = [&] {
+    if (p.scales == Decode::Scales::kSome && random.below(40) == 0) return -24;
+    return static_cast<int>(random.below(4)) - 10;
+  };
+  const auto exponent_byte = [&](std::int64_t g) {
+    if (plants && p.nan_scale && g == 3) return 255U;
+    return static_cast<unsigned>(127 + (p.scales == Decode::Scales::kAny && g == 2 ? -127 : exponent()));
+  };
+  const auto value_of = [](unsigned byte) {
+    return byte == 255 ? static_cast<double>(NAN) : std::ldexp(1.0, static_cast<int>(byte) - 127);
+  };
   switch (p.rows) {
     case Rows::kPlain:
       return;
@@ -140,6 +153,8 @@ void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t s
         float scale = std::ldexp(1.0F, exponent());
         if (p.scales == Decode::Scales::kAny)
           scale = g == 1 ? 0.0F : static_cast<float>(0.004 * (random.uniform() - 0.5));
+        if (p.scales == Decode::Scales::kSome && random.below(60) == 0) scale *= -1.2345F;
+        if (plants && p.nan_scale && g == 3) scale = NAN;
         bytes.put(slot, 656 * row + 512 + 4 * g, std::bit_cast<std::uint32_t>(scale), 4);
         codes(656 * row + 128 * g, 128, static_cast<double>(scale), values + 128 * g);
       }
@@ -147,17 +162,17 @@ void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t s
       return;
     case Rows::kV4:
       for (std::int64_t g = 0; g < 7; ++g) {
-        const int e = p.scales == Decode::Scales::kAny && g == 2 ? -127 : exponent();
-        bytes.put(slot, 576 * bytes.block + 8 * row + g, e + 127);
-        codes(576 * row + 64 * g, 64, std::ldexp(1.0, e), values + 64 * g);
+        const unsigned byte = exponent_byte(g);
+        bytes.put(slot, 576 * bytes.block + 8 * row + g, byte);
+        codes(576 * row + 64 * g, 64, value_of(byte), values + 64 * g);
       }
       plain(576 * row + 448, values + 448);
       return;
     case Rows::kV41:
       for (std::int64_t g = 0; g < 16; ++g) {
-        const int e = p.scales == Decode::Scales::kAny && g == 2 ? -127 : exponent();
-        bytes.put(slot, 512 * bytes.block + 16 * row + g, e + 127);
-        codes(512 * row + 32 * g, 32, std::ldexp(1.0, e), values + 32 * g);
+        const unsigned byte = exponent_byte(g);
+        bytes.put(slot, 512 * bytes.block + 16 * row + g, byte);
+        codes(512 * row + 32 * g, 32, value_of(byte), values + 32 * g);
       }
       return;
   }
@@ -170,11 +185,11 @@ void fill_cache(const Decode& p, Random& random, CacheData& c, const std::vector
     if (array != nullptr) array->fill(plain ? static_cast<double>(NAN) : 255.0);
   c.values.assign(static_cast<std::size_t>(c.blocks * c.block * p.d_qk), 0.0);
   const Bytes bytes{*c.cache, p.row_elements(), c.block};
-  bool plants = p.planted_nan;
+  bool plants = p.planted_nan || p.nan_scale;
   for (std::int64_t slot = 0; slot < c.blocks * c.block; ++slot) {
     if (!selected[static_cast<std::size_t>(slot)]) continue;
     double* values = c.values.data() + slot * p.d_qk;
-    put_row(p, random, bytes, slot, values);
+    put_row(p, random, bytes, slot, plants, values);
     const std::int64_t width = p.row_elements();
     for (std::int64_t d = 0; plain && d < p.d_qk; ++d) {
       Array& array = d < width ? *c.cache : *c.rope;
@@ -437,7 +452,7 @@ Problems plain_problems() {
   return all;
 }
 
-// What GPUs do not support: other rows, two caches, splits.
+// Other rows, two caches, splits, and what GPUs do not support.
 Problems other_problems() {
   using Lens = Decode::Lens;
   Problems all;
@@ -448,10 +463,12 @@ Problems other_problems() {
         std::tuple{"per_tensor", Rows::kPerTensor, 576}}) {
     const std::string format = name;
     const double size = rows == Rows::kPerTensor ? 1e-3 : 0.1;
+    const bool v4 = rows == Rows::kV4;  // GPUs need blocks at distances of 16 bytes
     add(format, {.rows = rows, .d_qk = d, .q_size = size});
     add(format + "_two_caches", {.rows = rows,
                                  .d_qk = d,
                                  .extra_topk = 130,
+                                 .extra_block = v4 ? 6 : 7,
                                  .topk_length = Lens::kQuery,
                                  .sink = Decode::Sink::kAny,
                                  .q_size = size});
@@ -461,7 +478,7 @@ Problems other_problems() {
                                     .d_qk = d,
                                     .topk = 257,
                                     .block = 53,
-                                    .gap = 96,
+                                    .gap = v4 ? 104 : 96,
                                     .extra_topk = 65,
                                     .keys_per_split = 64,
                                     .max_blocks = 6,
@@ -470,6 +487,7 @@ Problems other_problems() {
     add(format + "_any_scales", {.rows = rows,
                                  .d_qk = d,
                                  .block = 7,
+                                 .gap = v4 ? 8 : 0,
                                  .scales = Decode::Scales::kAny,
                                  .kv_scale = rows == Rows::kPerTensor ? 0.037F : 0,
                                  .q_size = size});
@@ -497,6 +515,42 @@ Problems other_problems() {
   add("d_v_100", {.d_v = 100});
   add("rope_cache", {.gap = 32, .rope_cache = true});
   add("strided_q_len_3", {.q_len = 3, .gap = 3, .strided = true});
+  add("strided_q_len_3_aligned", {.q_len = 3, .gap = 24, .strided = true});
+  for (const std::int64_t h_q : {1, 8, 16, 33, 64, 96, 128}) {
+    const std::string heads = "_h_q_" + std::to_string(h_q);
+    add("v32" + heads, {.rows = Rows::kV32, .b = 1, .q_len = 2, .h_q = h_q, .topk = 100, .sink = Decode::Sink::kAny});
+    add("v4_splits" + heads, {.rows = Rows::kV4,
+                              .b = 1,
+                              .h_q = h_q,
+                              .d_qk = 512,
+                              .topk = 200,
+                              .extra_topk = 65,
+                              .extra_block = 6,
+                              .keys_per_split = 64});
+  }
+  add("v4_blocks_of_7", {.rows = Rows::kV4, .d_qk = 512, .block = 7});
+  add("bf16_splits_h_q_8", {.b = 3, .h_q = 8, .topk = 300, .blocks = 30, .keys_per_split = 128});
+  add("rope_cache_splits", {.topk = 300, .blocks = 30, .keys_per_split = 128, .rope_cache = true});
+  add("v32_some_scales", {.rows = Rows::kV32, .b = 3, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v41_some_scales",
+      {.rows = Rows::kV41, .b = 3, .h_q = 5, .d_qk = 512, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v32_nan_code", {.rows = Rows::kV32, .b = 3, .planted_nan = true});
+  add("v32_nan_scale", {.rows = Rows::kV32, .b = 3, .nan_scale = true});
+  add("v4_nan_scale_splits",
+      {.rows = Rows::kV4, .b = 3, .d_qk = 512, .topk = 130, .keys_per_split = 64, .nan_scale = true});
+  add("per_tensor_nan_code", {.rows = Rows::kPerTensor, .b = 3, .h_q = 8, .planted_nan = true, .q_size = 1e-3});
+  add("v32_one_slot", {.rows = Rows::kV32, .topk = 130, .entries = Decode::Entries::kOne});
+  add("v32_empty_rows_splits", {.rows = Rows::kV32,
+                                .b = 3,
+                                .topk = 200,
+                                .keys_per_split = 64,
+                                .sink = Decode::Sink::kExtreme,
+                                .entries = Decode::Entries::kEmptyRows});
+  add("v32_lists", {.rows = Rows::kV32, .b = 1, .h_q = 8, .topk = 700, .blocks = 50});
+  add("v32_large_q", {.rows = Rows::kV32, .b = 1, .h_q = 8, .q_size = 1e9, .sm_scale = 1e-10F});
+  add("v32_small_q", {.rows = Rows::kV32, .b = 1, .h_q = 8, .q_size = 1e-9, .sm_scale = 1e9F});
+  add("v32_out_fp32_splits", {.rows = Rows::kV32, .topk = 130, .keys_per_split = 64, .out_fp32 = true, .lse = false});
+  add("v32_no_sequences", {.rows = Rows::kV32, .b = 0});
   return all;
 }
 

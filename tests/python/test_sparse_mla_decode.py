@@ -107,12 +107,9 @@ def test_reasons(rng: np.random.Generator) -> None:
         "backend": gpus[0],
     }
     hopwell.sparse_mla_decode(**right)
-    extra = {"extra_cache": right["cache"], "extra_indices": right["indices"]}
     for change, words in (
-        (extra, "does not support extra_cache"),
-        ({"keys_per_split": 64}, "needs keys_per_split of at least topk"),
-        ({"cache": filled(rng, "v32", 2, 4, device)}, "needs a cache of bfloat16 rows"),
-        ({"out": torch.empty(1, 2, 512, device=device)}, "needs out of bfloat16"),
+        ({"q": right["q"].float()}, "needs q of bfloat16"),
+        ({"cache": right["cache"].float()}, "needs a cache of bfloat16 or of bytes"),
         ({"d_v": 100}, "needs d_v 512"),
     ):
         with pytest.raises(Exception, match=words):

@@ -369,13 +369,14 @@ class Decode:
 
     def __init__(self, rng: np.random.Generator, backend: str) -> None:
         self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        self.on_gpu = backend != "cpu"  # rows of bf16 in one cache, without splits
-        small = rng.integers(2) or self.on_gpu
+        # On GPUs now and then rows of bf16 in one cache, without splits: the forward's kernels.
+        self.by_forward = backend != "cpu" and rng.integers(3) == 0
+        small = rng.integers(2) or backend != "cpu"
         self.b, self.q_len, self.h_q = (3, 3, 20) if small else (9, 2, 20)
-        self.topk = 90 if self.on_gpu else int(rng.choice((90, 700)))
-        self.keys_per_split = 4096 if self.on_gpu else int(rng.choice((64, 256, 640, 1024)))
-        self.d, self.row = (576, 656) if rng.integers(2) else (512, 584)
-        if self.on_gpu:
+        self.topk = 90 if backend != "cpu" else int(rng.choice((90, 700)))
+        self.keys_per_split = 4096 if self.by_forward else int(rng.choice((64, 256, 640, 1024)))
+        self.d, self.row = ((576, 656), (512, 584), (512, 528), (576, 576))[int(rng.integers(4))]
+        if self.by_forward:
             self.row = self.d
         self.tokens = 150  # of a sequence
         self.kv, self.extra = random(rng, self.b, self.tokens, self.d), random(rng, 60, self.d)
@@ -415,11 +416,11 @@ class Decode:
             "topk_length": self.lengths[sequences, queries],
             "attn_sink": self.sink[heads],
         }
-        if not self.on_gpu:
+        if not self.by_forward:
             others, extra_tables = self.paged(self.extra[None].expand(len(tables), -1, -1))
             given |= {"extra_cache": others, "extra_block_tables": extra_tables}
             given["extra_indices"] = padded(self.rng, self.others[sequences, queries], -1)
-        indices = padded(self.rng, self.indices[sequences, queries], -1)[..., : 4000 if self.on_gpu else None]
+        indices = padded(self.rng, self.indices[sequences, queries], -1)[..., : 4000 if self.by_forward else None]
         arguments = (x.to(self.device) for x in (self.q[sequences, queries, heads].contiguous(), cache, indices))
         options = {name: x.to(self.device) for name, x in given.items()}
         return hopwell.sparse_mla_decode(

@@ -1,4 +1,6 @@
-// sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in a paged cache.
+// sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache without
+// splits, or the split kernel (gpu/split.hpp).
+#include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
 #include "runtime/launch.hpp"
@@ -8,16 +10,25 @@ namespace {
 
 using Config = forward::HOPWELL_TARGET::Config;
 
-runtime::PlanOr<forward::Problem> plan(const Problem& p) {
-  using runtime::Unsupported;
+struct Plan {
+  std::optional<forward::Problem> problem;  // of the forward's kernel; else the plan of splits
+  SplitPlan splits;
+  std::size_t workspace_bytes = 0;
+};
+
+bool forward_supports(const Problem& p) {
+  return tile::rows_aligned(p.q, 3) && cache_aligned(p) && tile::rows_aligned(p.out, 3, 4) &&
+         p.b * p.q_len < std::int64_t{1} << 31 && p.h_q <= 16 * 65535;
+}
+
+runtime::PlanOr<Plan> plan(const Problem& p) {
   runtime::PlanOr<forward::Problem> f = forward_problem(p);
-  if (std::holds_alternative<Unsupported>(f)) return f;
-  if (!tile::rows_aligned(p.q, 3)) return Unsupported{"needs rows of q 16-byte aligned"};
-  if (!cache_aligned(p)) return Unsupported{"needs base and block stride of cache in multiples of 16 bytes"};
-  if (!tile::rows_aligned(p.out, 3, 4)) return Unsupported{"needs rows of out 4-byte aligned"};
-  if (p.b * p.q_len >= std::int64_t{1} << 31 || p.h_q > 16 * 65535)
-    return Unsupported{"needs b · q_len below 2^31 and h_q of at most 1048560"};
-  return f;
+  if (const auto* problem = std::get_if<forward::Problem>(&f); problem != nullptr && forward_supports(p))
+    return Plan{*problem, {}};
+  runtime::PlanOr<SplitPlan> splits = plan_splits<tile::ShiftedCodes>(p);
+  if (const auto* reason = std::get_if<runtime::Unsupported>(&splits)) return *reason;
+  const auto& plan = std::get<SplitPlan>(splits);
+  return Plan{std::nullopt, plan, plan.workspace_bytes};
 }
 
 template <int kDqk>
@@ -30,8 +41,10 @@ void launch_with_width(const Problem& problem, const forward::Problem& f, Stream
                   params_of(problem, f));
 }
 
-void launch(const Problem& problem, const forward::Problem& f, void* /*workspace*/, Stream stream) {
-  if (f.s_q == 0) return;
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (problem.b == 0) return;
+  if (!plan.problem) return launch_splits(problem, plan.splits, workspace, stream);
+  const forward::Problem& f = *plan.problem;
   problem.d_qk == 576 ? launch_with_width<576>(problem, f, stream) : launch_with_width<512>(problem, f, stream);
 }
 

@@ -1,23 +1,37 @@
-// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in a paged cache.
+// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in one paged cache without splits, or the split
+// kernel (gpu/split.hpp), which converts codes by an instruction that Ampere does not have.
+#include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace {
 
-struct Plan {
+struct ForwardPlan {
   forward::Problem problem;
   forward::Plan plan;
 };
+struct Plan {
+  std::optional<ForwardPlan> forward;  // else the plan of splits
+  SplitPlan splits;
+  std::size_t workspace_bytes = 0;
+};
+
+std::optional<ForwardPlan> plan_forward(const Problem& p) {
+  runtime::PlanOr<forward::Problem> f = forward_problem(p);
+  const auto* problem = std::get_if<forward::Problem>(&f);
+  if (problem == nullptr ||
+      !runtime::fit_in_ints({problem->s_q, problem->topk, p.h_q, problem->s_q * ((p.h_q + 63) / 64)}))
+    return std::nullopt;
+  return ForwardPlan{*problem, forward::plan_of(*problem)};
+}
 
 runtime::PlanOr<Plan> plan(const Problem& p) {
-  using runtime::Unsupported;
-  runtime::PlanOr<forward::Problem> f = forward_problem(p);
-  if (const auto* reason = std::get_if<Unsupported>(&f)) return *reason;
-  const auto& problem = std::get<forward::Problem>(f);
-  if (!runtime::fit_in_ints({problem.s_q, problem.topk, p.h_q, problem.s_q * ((p.h_q + 63) / 64)}))
-    return Unsupported{"needs b · q_len, topk, h_q and b · q_len · h_q / 64 below 2^31 - 1024"};
-  return Plan{problem, forward::plan_of(problem)};
+  if (std::optional<ForwardPlan> f = plan_forward(p)) return Plan{std::move(f), {}};
+  runtime::PlanOr<SplitPlan> splits = plan_splits<tile::ConvertedCodes>(p);
+  if (const auto* reason = std::get_if<runtime::Unsupported>(&splits)) return *reason;
+  const auto& plan = std::get<SplitPlan>(splits);
+  return Plan{std::nullopt, plan, plan.workspace_bytes};
 }
 
 // Whether all rows of the cache lie within 64 GiB after the first, at offsets of whole 16-byte chunks.
@@ -26,14 +40,16 @@ bool has_chunk_offsets(const mla_cache::Blocks& cache, std::int64_t d_qk) {
   return cache.blocks <= 1 || (cache.stride >= 0 && last < 0xffffffff);
 }
 
-void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
-  if (plan.problem.s_q == 0) return;
-  PagedParams p = params_of(problem, plan.problem);
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (problem.b == 0) return;
+  if (!plan.forward) return launch_splits(problem, plan.splits, workspace, stream);
+  const auto& [f, forward_plan] = *plan.forward;
+  PagedParams p = params_of(problem, f);
   p.aligned = p.aligned && has_chunk_offsets(problem.keys.cache, problem.d_qk);
   if (problem.d_qk == 576)
-    forward::HOPWELL_TARGET::launch_for_heads<576>(plan.problem, plan.plan, p, stream);
+    forward::HOPWELL_TARGET::launch_for_heads<576>(f, forward_plan, p, stream);
   else
-    forward::HOPWELL_TARGET::launch_for_heads<512>(plan.problem, plan.plan, p, stream);
+    forward::HOPWELL_TARGET::launch_for_heads<512>(f, forward_plan, p, stream);
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -81,7 +81,9 @@ OPERATORS = {
     "mla_cache_append": Operator(mla_cache_append, [{}, {"n": 64}], [{"n": 1024}], {"n": 16}),
     "sparse_mla_decode": Operator(
         sparse_mla_decode,
-        [{}, {"b": 64}, {"h_q": 64}, {"h_q": 128}, {"q_len": 2}],
+        [{"h_q": h_q, "b": b} for h_q in (8, 16) for b in (1, 8, 64, 128)]
+        + [{"b": 1, "idle": 7}, {"q_len": 2}, {"h_q": 64}, {"h_q": 128}, {"row": 584, "b": 64}, {"h_q": 16, "b": 256}]
+        + [{"row": 1152}, *({"row": 1152, "keys_per_split": 2048, "h_q": h_q} for h_q in (8, 64, 128))],
         [{"b": 1, "topk": 512}],
         {"b": 2, "h_q": 4, "topk": 70, "context": 128},
     ),

@@ -7,38 +7,82 @@ from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, randn, torch_peer
+from ..problem import Call, Problem, torch_peer
 from ..scale import DEVICE, cold_copies
 
-D_QK, D_V, BLOCK = 576, 512, 64
+D_V, BLOCK = 512, 64
+D_QK = {1152: 576, 656: 576, 584: 512}  # by bytes of a row: bf16, DeepSeek-V3.2, V4
 
 
-def _attend(q: Tensor, cache: Tensor, indices: Tensor) -> list[Tensor]:
-    keys = cache.view(-1, D_QK)[indices]  # [b, q_len, topk, d_qk]
-    scores = torch.einsum("bihd,bijd->bihj", q.float(), keys.float()) * D_QK**-0.5
+def _cache(row: int, tokens: int) -> Tensor:
+    """A cache of random latents in `tokens` slots."""
+    d_qk, blocks = D_QK[row], tokens // BLOCK
+    if row == 2 * d_qk:
+        return torch.randn(blocks, BLOCK, d_qk, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.zeros(blocks, BLOCK, row, dtype=torch.uint8, device=DEVICE)
+    for slots in torch.arange(tokens, device=DEVICE).split(1 << 16):
+        kv = torch.randn(len(slots), d_qk, dtype=torch.bfloat16, device=DEVICE)
+        hopwell.mla_cache_append(kv, cache, slots)
+    return cache
+
+
+def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
+    tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (scales.shape[-1], -1))
+    return (tiles * scales[..., None]).flatten(-2).bfloat16()
+
+
+def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """The selected rows as bf16."""
+    row = cache.shape[-1]
+    if cache.dtype == torch.bfloat16:
+        return cache.view(-1, row)[slots]
+    if row == 656:
+        data = cache.view(-1, row)[slots]
+        rope = data[..., 528:].contiguous().view(torch.bfloat16)
+        scales = data[..., 512:528].contiguous().view(torch.float32)
+        return torch.cat([_scaled(data[..., :512], scales), rope], -1)
+    block, i = slots // BLOCK, slots % BLOCK
+    of_blocks = cache.view(-1, BLOCK * row)
+    data = of_blocks[:, : BLOCK * 576].unflatten(-1, (BLOCK, 576))[block, i]
+    exponents = of_blocks[:, BLOCK * 576 :].unflatten(-1, (BLOCK, 8))[block, i][..., :7]
+    rope = data[..., 448:].contiguous().view(torch.bfloat16)
+    return torch.cat([_scaled(data[..., :448], (exponents.float() - 127).exp2()), rope], -1)
+
+
+def _attend(q: Tensor, keys: Tensor) -> list[Tensor]:
+    scores = torch.einsum("bihd,bijd->bihj", q.float(), keys.float()) * q.shape[-1] ** -0.5
     out = torch.einsum("bihj,bijd->bihd", scores.softmax(-1), keys[..., :D_V].float())
     return [out.to(q.dtype), scores.logsumexp(-1)]
 
 
-def sparse_mla_decode(b: int = 8, q_len: int = 1, h_q: int = 8, topk: int = 2048, context: int = 8192) -> Problem:
-    """Selected rows of bf16 for b sequences of `context` tokens each, without splits."""
-    size = b * q_len * (topk * (2 * D_QK + 4) + h_q * (2 * D_QK + 2 * D_V + 4))
+def sparse_mla_decode(
+    b: int = 8,
+    q_len: int = 1,
+    h_q: int = 8,
+    topk: int = 2048,
+    context: int = 8192,
+    row: int = 656,
+    keys_per_split: int = 256,
+    idle: int = 0,
+) -> Problem:
+    """Selected rows of `row` bytes for b sequences of `context` tokens each; `idle` more sequences select none."""
+    d_qk = D_QK[row]
+    size = b * q_len * (topk * (row + 4) + h_q * (2 * d_qk + 2 * D_V + 4))
     copies = cold_copies(size)
-    q = randn(copies, b, q_len, h_q, D_QK)
-    cache = randn(b * context // BLOCK, BLOCK, D_QK)
+    q = torch.randn(copies, b + idle, q_len, h_q, d_qk, dtype=torch.bfloat16, device=DEVICE)
+    cache = _cache(row, b * context)
     first = context * torch.arange(b, device=DEVICE).view(1, b, 1, 1)
-    indices = (first + torch.randint(0, context, (copies, b, q_len, topk), device=DEVICE)).int()
+    chosen = (first + torch.randint(0, context, (copies, b, q_len, topk), device=DEVICE)).int()
+    indices = torch.cat([chosen, chosen.new_full((copies, idle, q_len, topk), -1)], 1)
 
     def read(results: list[Tensor]) -> list[Tensor]:
-        return results
+        return [results[0][:b], results[1][:b]]
 
     def pytorch() -> Call:
-        return lambda i: _attend(q[i], cache, indices[i])
+        return lambda i: _attend(q[i, :b], _rows(cache, chosen[i].long()))
 
     return Problem(
-        lambda i: list(
-            hopwell.sparse_mla_decode(q[i], cache, indices[i], D_QK**-0.5, keys_per_split=-(-topk // 64) * 64)
-        ),
+        lambda i: list(hopwell.sparse_mla_decode(q[i], cache, indices[i], d_qk**-0.5, keys_per_split=keys_per_split)),
         read,
         [torch_peer("torch eager", pytorch, read)],
         copies=copies,

@@ -1,0 +1,79 @@
+// sparse_mla_decode on GPUs by splits: kernel parameters, the order in which splits merge, and a query's final values.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/memory.hpp"
+#include "ops/sparse_mla_decode/op.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/softmax.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+using arch::bf16;
+
+constexpr int kDv = 512;
+
+// Parameters of the split kernel and of the merge kernel. A query is token `query mod q_len` of sequence
+// `query div q_len`.
+struct SplitParams {
+  Keys keys, extra;
+  mla_cache::Blocks rope_cache;                                    // data is null if there is none
+  const bf16* q;                                                   // [b, q_len, h_q, d_qk]
+  void* out;                                                       // bf16 or fp32 [b, q_len, h_q, 512]
+  float* lse;                                                      // [b, q_len, h_q], or null
+  const float* attn_sink;                                          // [h_q], or null
+  const float* kv_scale;                                           // on the device, or null: kv_scale_value
+  int64_t q_stride[3], out_stride[3], lse_stride[3], sink_stride;  // elements
+  float kv_scale_value, scale_log2;                                // sm_scale · log2(e)
+  bool out_is_fp32;
+  int h_q, head_tiles, q_len;
+  int splits, splits_of_keys;  // of a query; of the first cache
+  int64_t keys_per_split;
+  int first_query;              // of this launch
+  float* partial_out;           // [queries of a launch, splits, h_q, 512]: Σ p · v; not written where a split is empty
+  arch::Words2* partial_stats;  // [queries of a launch, splits, h_q]: row_max, Σ p
+
+  [[nodiscard]] HOPWELL_DEVICE float kv_scale_factor() const { return kv_scale ? *kv_scale : kv_scale_value; }
+};
+
+// The softmax of some of a head's keys: row_max in units of log 2, and Σ exp2(score − row_max). A sum of 0: no keys.
+struct Stats {
+  float row_max = -INFINITY, sum = 0;
+};
+
+// Merges the statistics of a later split. Returns the factors of the outputs so far and of the later ones.
+struct MergeFactors {
+  float earlier, later;
+};
+HOPWELL_DEVICE MergeFactors merge_stats(Stats& stats, const Stats& later) {
+  if (later.sum == 0) return {1, 0};
+  if (stats.sum == 0) {
+    stats = later;
+    return {0, 1};
+  }
+  const float row_max = fmaxf(stats.row_max, later.row_max), base = tile::finite_row_max(row_max);
+  const MergeFactors f{arch::exp2_approx(stats.row_max - base), arch::exp2_approx(later.row_max - base)};
+  stats = {row_max, fmaf(later.sum, f.later, tile::rescaled(stats.sum, f.earlier))};
+  return f;
+}
+
+// The factor of a head's output Σ p · v; stores the head's lse if `stores`.
+HOPWELL_DEVICE float finish_head(const SplitParams& p, int query, int head, const Stats& stats, bool stores) {
+  const float lse = tile::lse_of(stats.row_max, stats.sum);
+  if (stores && p.lse)
+    p.lse[query / p.q_len * p.lse_stride[0] + query % p.q_len * p.lse_stride[1] + head * p.lse_stride[2]] = lse;
+  if (stats.sum == 0) return 0;
+  float factor = 1 / stats.sum;
+  if (p.attn_sink) factor /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
+  return factor * p.kv_scale_factor();
+}
+
+// Element `column` of a head's output; its row begins at row_of_out().
+HOPWELL_DEVICE int64_t row_of_out(const SplitParams& p, int query, int head) {
+  return query / p.q_len * p.out_stride[0] + query % p.q_len * p.out_stride[1] + head * p.out_stride[2];
+}
+// The product of a sum and its head's factor. A factor of 0 stands for no keys, or for an infinite sink.
+HOPWELL_DEVICE float final_value(float sum, float factor) { return factor == 0 ? 0 : sum * factor; }
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
