@@ -27,7 +27,7 @@ def _cache(row: int, tokens: int) -> Tensor:
 
 
 def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
-    tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (scales.shape[-1], -1))
+    tiles = codes.view(torch.float8_e4m3fn).float().reshape(*scales.shape, -1)
     return (tiles * scales[..., None]).flatten(-2).bfloat16()
 
 
@@ -43,8 +43,8 @@ def _rows(cache: Tensor, slots: Tensor) -> Tensor:
         return torch.cat([_scaled(data[..., :512], scales), rope], -1)
     block, i = slots // BLOCK, slots % BLOCK
     of_blocks = cache.view(-1, BLOCK * row)
-    data = of_blocks[:, : BLOCK * 576].unflatten(-1, (BLOCK, 576))[block, i]
-    exponents = of_blocks[:, BLOCK * 576 :].unflatten(-1, (BLOCK, 8))[block, i][..., :7]
+    data = of_blocks[:, : BLOCK * 576].reshape(-1, BLOCK, 576)[block, i]
+    exponents = of_blocks[:, BLOCK * 576 :].reshape(-1, BLOCK, 8)[block, i][..., :7]
     rope = data[..., 448:].contiguous().view(torch.bfloat16)
     return torch.cat([_scaled(data[..., :448], (exponents.float() - 127).exp2()), rope], -1)
 
