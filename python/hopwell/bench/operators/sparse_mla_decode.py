@@ -20,7 +20,8 @@ def _cache(row: int, tokens: int) -> Tensor:
     if row == 2 * d_qk:
         return torch.randn(blocks, BLOCK, d_qk, dtype=torch.bfloat16, device=DEVICE)
     cache = torch.zeros(blocks, BLOCK, row, dtype=torch.uint8, device=DEVICE)
-    for slots in torch.arange(tokens, device=DEVICE).split(1 << 16):
+    for first in range(0, tokens, 1 << 16):
+        slots = torch.arange(first, min(first + (1 << 16), tokens), device=DEVICE)
         kv = torch.randn(len(slots), d_qk, dtype=torch.bfloat16, device=DEVICE)
         hopwell.mla_cache_append(kv, cache, slots)
     return cache
