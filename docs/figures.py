@@ -170,9 +170,9 @@ def beside(arguments: str) -> str:
     return text + made_by(f"python -m hopwell.bench {operator} --peers", [records.peer_record(operator)[1]])
 
 
-def all_peers(machine: str) -> str:
-    """Results of `python -m hopwell.bench` on a machine, for all operators."""
-    made = records.peer_records(machine)
+def all_peers(where: str) -> str:
+    """`MACHINE`: results of `python -m hopwell.bench` on a machine, for all operators. `MACHINE/RECORD`: of a record."""
+    made = [records.read(f"../{where}")] if "/" in where else records.peer_records(where)
     lines = [
         [
             f"`{row['operator']}`",
