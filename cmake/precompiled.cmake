@@ -9,7 +9,7 @@ function(hopwell_precompile target)
     set(options -fpch-preprocess)
     foreach(warning array-bounds dangling-pointer format-overflow format-truncation free-nonheap-object maybe-uninitialized nonnull
         restrict stringop-overflow stringop-overread stringop-truncation use-after-free)
-      list(APPEND options -Wno-error=${warning})
+      list(APPEND options -Wno-${warning})
     endforeach()
     target_compile_options(${target} PRIVATE "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:${options}>")
     if(HOPWELL_SANITIZE)  # gives more of them, so that no warning is an error; through a library, to come after -Werror
