@@ -108,8 +108,8 @@ def paged_lightning_indexer(
     Position p of sequence s is row p mod block of block block_tables[s, p div block]. It is visible if p is less than
     the query's number of positions and that block exists. Of equal scores the smaller positions are taken; a position
     of score −inf is taken after all others. With `slots`, indices are slots of the cache, in the order of positions.
-    Returns indices [b, q_len, topk] and scores, or None in their place if `scores` is False; without q_len for a q_index
-    [b, h_index, d_index]. Rows with fewer positions end in −1 with score −inf. `lengths` [b, q_len] is written.
+    Returns indices [b, q_len, topk] and scores, or None in their place if `scores` is False. There is no q_len for a
+    q_index [b, h_index, d_index]. Rows with fewer positions end in −1 with score −inf. `lengths` [b, q_len] is written.
     """
     q, w, dtype = as_float64(q_index), as_float64(weights), as_array(q_index).dtype.name
     flat, is_fp8 = q.ndim == 3, dtype == "float8_e4m3fn"
