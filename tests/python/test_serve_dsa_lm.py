@@ -1,7 +1,6 @@
 """The serving example of the sparse model: a shortened run with its claims, planted differences, and invalid inputs."""
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,23 +11,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import serve_dsa_lm
 
-    return serve_dsa_lm
-
-
-def demo(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "serve_dsa_lm.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    yield serve_dsa_lm
+    torch.use_deterministic_algorithms(False)  # a run turns it on
 
 
 @pytest.mark.parametrize("rows", ["bytes", "bf16"])
-def test_shortened_run_keeps_its_claims(rows: str) -> None:
-    result = demo("--rows", rows, "--steps", "6", "--requests", "5", "--running", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("PASS") == 6 and "FAIL" not in result.stdout
+def test_shortened_run_keeps_its_claims(rows: str, example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    status = example.main(["--rows", rows, "--steps", "6", "--requests", "5", "--running", "2"])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.count("PASS") == 6 and "FAIL" not in out
 
 
 def served(example: ModuleType, change: str = "") -> tuple[object, list]:
@@ -94,7 +90,9 @@ def test_drafts_do_not_change_tokens(example: ModuleType, monkeypatch: pytest.Mo
         (["--rows", "fp4"], "argument --rows: invalid choice: 'fp4'"),
     ],
 )
-def test_invalid_inputs(options: list[str], message: str) -> None:
-    result = demo(*options)
-    assert result.returncode == 2 and result.stderr.startswith(f"serve_dsa_lm: {message}")
-    assert result.stderr.count("\n") == 1
+def test_invalid_inputs(
+    options: list[str], message: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main(options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"serve_dsa_lm: {message}") and error.count("\n") == 1
