@@ -31,7 +31,7 @@ HOPWELL_DEVICE void store_merged(const SplitParams& p, int query, int head, cons
   }
 }
 
-inline __global__ void __launch_bounds__(MergeConfig::kThreads)
+__global__ void __launch_bounds__(MergeConfig::kThreads)
     sparse_mla_decode_merge(const __grid_constant__ SplitParams p) {
   constexpr int kUnroll = MergeConfig::kUnroll;
   const int head = arch::block_index() % p.h_q, query = arch::block_index() / p.h_q;
