@@ -17,8 +17,8 @@
 //           as the operator defines them, and multiplied as bf16. A NaN code makes the key's scores NaN
 // Entries   256 at a time. The rows of valid entries are listed in order, so steps are full and invalid entries cost
 //           nothing. Rows past the last one are filled with zeros and masked
-// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 2,880 = 87,616 B
-//           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM)
+// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
+//           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM; 16 heads of V4: one)
 // Bound     memory; then issue slots: about 85 instructions of a warp per key for 16 heads, 130 with ShiftedCodes
 #pragma once
 
@@ -47,7 +47,8 @@ struct SplitConfig {
   static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;  // elements; no bank conflicts
   static constexpr int kLanesOfHead = 32 / kHeadBlocks;           // in the softmax; each has kHeadBlocks keys
   static constexpr int kSteps = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, in the product of K and Q
-  static constexpr bool kUnrolls = kHeads == 8 || !TheRows::kHasCodes || TheRows::kHasRope;  // else registers run short
+  // Two, except where a kernel needs more than 128 registers: 16 heads of V4, whose last block is bf16.
+  static constexpr int kCtasOfSm = kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7) ? 1 : 2;
   static constexpr bool kFp16 = TheRows::kHasCodes;                      // type of P and of Q, but for plain blocks
   static constexpr float kScaleUnit = TheRows::kHasScales ? 0x1p8F : 1;  // factor of scales as fp16
 };
@@ -315,18 +316,6 @@ HOPWELL_DEVICE uint32_t scaled_codes(uint32_t codes, int low, int high, float sc
                          tile::e4m3_to_float(codes >> 8 * high & 0xff) * scale_high);
 }
 
-// Calls function(key) for the first key of each 16 of a step.
-template <class Config, class Function>
-HOPWELL_DEVICE void for_each_16_keys(const Function& function) {
-  if constexpr (Config::kUnrolls) {
-    HOPWELL_UNROLL
-    for (int key = 0; key < Config::kKeys; key += 16) function(key);
-  } else {
-    HOPWELL_NO_UNROLL
-    for (int key = 0; key < Config::kKeys; key += 16) function(key);
-  }
-}
-
 template <class Config>
 using ScoresOfWarp = float[Config::kHeadBlocks][4];
 
@@ -475,7 +464,8 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
   float scale[Row::kScales] = {};
   if constexpr (Row::kHasScales)
     if (!plain) exact = load_scales(s, stage, scale);
-  for_each_16_keys<Config>([&](int key) {
+  HOPWELL_UNROLL
+  for (int key = 0; key < Config::kKeys; key += 16) {
     ScoresOfWarp<Config> shares = {};
     if constexpr (Row::kHasRope)
       if (warp < 4) multiply_rope(s, stage, key, q, shares);
@@ -496,22 +486,30 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
       HOPWELL_UNROLL
       for (int i = 0; i < 4; ++i) s.scores[warp][8 * j + 2 * t + i % 2][key + g + i / 2 * 8] = shares[j][i];
     }
-  });
+  }
   return exact;
 }
 
 // ---- softmax ----------------------------------------------------------------------------------------------------------
 
-// A lane's head, and the softmax of its keys: row_max of all lanes of the head, the sum over its own keys.
+// A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over the
+// same keys for 8 and for 16 heads.
+template <class Config>
 struct SoftmaxOfHead {
   int head;  // of the tile
   float up;  // unit of q
-  Stats stats;
+  float row_max = -INFINITY, sums[Config::kHeadBlocks] = {};
+
+  HOPWELL_DEVICE Stats stats() const {
+    float sum = sums[0];
+    if constexpr (Config::kHeadBlocks == 2) sum += sums[1];
+    return {row_max, tile::reduce<1, Config::kLanesOfHead / 2>(sum, tile::Plus{})};
+  }
 };
 
 // Adds the shares of a step's scores, and writes P and the head's row_scale.
 template <class Config>
-HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead& of) {
+HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead<Config>& of) {
   constexpr int kKeysOfLane = Config::kHeadBlocks;
   const int key = arch::lane_index() % Config::kLanesOfHead * kKeysOfLane;
   float x[kKeysOfLane] = {}, maximum = -INFINITY;
@@ -526,12 +524,12 @@ HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2
     maximum = fmaxf(maximum, x[i]);
   }
   maximum = tile::reduce<1, Config::kLanesOfHead / 2>(maximum, tile::Larger{});
-  const float factor = tile::update_row_max(of.stats.row_max, of.stats.sum, fmaxf(of.stats.row_max, maximum));
-  const float base = tile::finite_row_max(of.stats.row_max);
+  const float factor = tile::update_row_max(of.row_max, fmaxf(of.row_max, maximum));
+  const float base = tile::finite_row_max(of.row_max);
   HOPWELL_UNROLL
   for (int i = 0; i < kKeysOfLane; ++i) {
     x[i] = arch::exp2_approx(x[i] - base);
-    of.stats.sum += x[i];
+    of.sums[i] = tile::rescaled(of.sums[i], factor) + x[i];
     s.p[of.head][key + i] = uint16_t(Config::kFp16 ? arch::pack_fp16(x[i], 0) : arch::pack_bf16(x[i], 0));
   }
   if (key == 0) s.factors[of.head] = factor;
@@ -680,7 +678,8 @@ HOPWELL_DEVICE void accumulate(const SplitStorage<Config>& s, int stage, bool ex
   using Row = typename Config::Row;
   const bool plain = Row::is_plain(arch::warp_index());
   rescale(s, out);
-  for_each_16_keys<Config>([&](int key) {
+  HOPWELL_UNROLL
+  for (int key = 0; key < Config::kKeys; key += 16) {
     if (plain) {
       if constexpr (Row::kHasPlain) accumulate_plain(s, stage, key, out);
     } else if constexpr (Row::kHasCodes) {
@@ -689,7 +688,7 @@ HOPWELL_DEVICE void accumulate(const SplitStorage<Config>& s, int stage, bool ex
       else if constexpr (Row::kHasScales)
         accumulate_scaled_codes(s, stage, key, out);
     }
-  });
+  }
 }
 
 // ---- results ----------------------------------------------------------------------------------------------------------
@@ -709,18 +708,17 @@ HOPWELL_DEVICE void for_each_output(const Output<Config>& out, const Store& stor
   }
 }
 
-// Writes the results of a query that has no other splits.
+// Writes the results of a query that has no other splits. `head_of_lane` and `stats`: of the lane's softmax.
 template <class Config>
-HOPWELL_DEVICE void store_results(const SplitParams& p, SplitStorage<Config>& s, const Work& work,
-                                  const SoftmaxOfHead& of, const Output<Config>& out) {
-  const int first_head = work.first_head, query = work.query;
-  const bool first_lane = arch::lane_index() % Config::kLanesOfHead == 0;
-  if (first_lane && first_head + of.head < p.h_q)
-    s.factors[of.head] = finish_head(p, query, first_head + of.head, of.stats, true);
+HOPWELL_DEVICE void store_results(const SplitParams& p, SplitStorage<Config>& s, int head_of_lane, const Stats& stats,
+                                  const Output<Config>& out) {
+  const Work work(p, Config::kHeads);
+  const bool stores = arch::lane_index() % Config::kLanesOfHead == 0 && work.first_head + head_of_lane < p.h_q;
+  if (stores) s.factors[head_of_lane] = finish_head(p, work.query, work.first_head + head_of_lane, stats, true);
   arch::syncthreads();
   for_each_output<Config>(out, [&](int head, int column, float value) {
-    if (first_head + head >= p.h_q) return;
-    const int64_t at = row_of_out(p, query, first_head + head) + column;
+    if (work.first_head + head >= p.h_q) return;
+    const int64_t at = row_of_out(p, work.query, work.first_head + head) + column;
     const float result = final_value(value, s.factors[head]);
     if (p.out_is_fp32)
       static_cast<float*>(p.out)[at] = result;
@@ -731,57 +729,63 @@ HOPWELL_DEVICE void store_results(const SplitParams& p, SplitStorage<Config>& s,
 
 // Writes the partial result of a split.
 template <class Config>
-HOPWELL_DEVICE void store_partial(const SplitParams& p, const Work& work, const SoftmaxOfHead& of,
-                                  const Output<Config>& out, bool empty) {
-  const int first_head = work.first_head;
-  const int64_t first = int64_t{work.number} * p.h_q + first_head;
-  const bool first_lane = arch::lane_index() % Config::kLanesOfHead == 0;
-  if (first_lane && first_head + of.head < p.h_q)
-    p.partial_stats[first + of.head] = arch::bit_cast<arch::Words2>(of.stats);
+HOPWELL_DEVICE void store_partial(const SplitParams& p, int head_of_lane, const Stats& stats, const Output<Config>& out,
+                                  bool empty) {
+  const Work work(p, Config::kHeads);
+  const int64_t first = int64_t{work.number} * p.h_q + work.first_head;
+  const bool stores = arch::lane_index() % Config::kLanesOfHead == 0 && work.first_head + head_of_lane < p.h_q;
+  if (stores) p.partial_stats[first + head_of_lane] = arch::bit_cast<arch::Words2>(stats);
   if (empty) return;
   for_each_output<Config>(out, [&](int head, int column, float value) {
-    if (first_head + head < p.h_q) p.partial_out[(first + head) * kDv + column] = value;
+    if (work.first_head + head < p.h_q) p.partial_out[(first + head) * kDv + column] = value;
   });
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 2) sparse_mla_decode_split(const __grid_constant__ SplitParams p) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
+    sparse_mla_decode_split(const __grid_constant__ SplitParams p) {
   auto& s = arch::dynamic_smem<SplitStorage<Config>>();
-  SoftmaxOfHead of{arch::warp_index() * Config::kHeadBlocks + arch::lane_index() / Config::kLanesOfHead, 1, {}};
+  SoftmaxOfHead<Config> of{arch::warp_index() * Config::kHeadBlocks + arch::lane_index() / Config::kLanesOfHead, 1};
   Output<Config> out = {};
+  Query<Config> q{};
+  float scale_log2 = 0;
   Copies<Config> copies{p, s, 0, Entries(p, Work(p, Config::kHeads)).count};
-  HOPWELL_UNROLL
-  for (int stage = 0; stage < Config::kStages - 1; ++stage) copies.issue(stage);
-  if (copies.steps > 0) {
-    Query<Config> q;
-    q.load(p, s, Work(p, Config::kHeads));
-    if constexpr (Config::kFp16) {
-      arch::syncthreads();
-      q.convert(s);
-      of.up = Query<Config>::unit_of(s, of.head).up;
-    }
-    const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
-    HOPWELL_NO_UNROLL
-    for (int step = 0, stage = 0; step < copies.steps; ++step) {
+  const auto after = [](int stage) { return stage == Config::kStages - 1 ? 0 : stage + 1; };
+  // The steps before step 0 only issue copies, so that the code for them exists once.
+  HOPWELL_NO_UNROLL
+  for (int step = 1 - Config::kStages, stage = 0, free = 0; step < 0 || step < copies.steps; ++step) {
+    if (step >= 0) {
       arch::cp_async_wait<Config::kStages - 2>();
       arch::syncthreads();
-      copies.issue(stage == 0 ? Config::kStages - 1 : stage - 1);  // the stage of the last step
-      const bool exact = multiply_keys(p, s, stage, q);
-      arch::syncthreads();
-      softmax(s, stage, scale_log2, of);
-      arch::syncthreads();
-      accumulate(s, stage, exact, out);
-      stage = stage == Config::kStages - 1 ? 0 : stage + 1;
     }
-    of.stats.sum = tile::reduce<1, Config::kLanesOfHead / 2>(of.stats.sum, tile::Plus{});
+    copies.issue(free);
+    free = after(free);
+    if (step < -1) continue;
+    if (step < 0) {
+      if (copies.steps == 0) break;
+      q.load(p, s, Work(p, Config::kHeads));
+      if constexpr (Config::kFp16) {
+        arch::syncthreads();
+        q.convert(s);
+        of.up = Query<Config>::unit_of(s, of.head).up;
+      }
+      scale_log2 = p.scale_log2 * p.kv_scale_factor();
+      continue;
+    }
+    const bool exact = multiply_keys(p, s, stage, q);
+    arch::syncthreads();
+    softmax(s, stage, scale_log2, of);
+    arch::syncthreads();
+    accumulate(s, stage, exact, out);
+    stage = after(stage);
   }
   tile::launch_dependents();
-  const Work work(p, Config::kHeads);
+  const Stats stats = of.stats();
   if (p.splits == 1) {
     arch::syncthreads();  // before factors are written again
-    store_results(p, s, work, of, out);
+    store_results(p, s, of.head, stats, out);
   } else {
-    store_partial<Config>(p, work, of, out, copies.steps == 0);
+    store_partial<Config>(p, of.head, stats, out, copies.steps == 0);
   }
 }
 
