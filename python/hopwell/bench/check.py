@@ -39,7 +39,7 @@ def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, di
             raise BadArgument(f"--check: expected one of {', '.join(OPERATORS)}; the record has {name!r}")
         if (only and name not in only) or "shape" not in row:
             continue
-        shape = row.get("settings") or OPERATORS[name].settings(row["shape"])
+        shape = OPERATORS[name].settings(row.get("settings") or row["shape"])  # newer settings have their defaults
         text = ",".join(f"{key}={value}" for key, value in shape.items())
         if "share" in row:
             shapes[name, text] = shape

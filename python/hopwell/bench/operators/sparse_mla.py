@@ -50,7 +50,7 @@ def selected(s_q: int, s_kv: int, topk: int, kv_stride: int) -> Tensor:
 
 
 def sparse_inputs(
-    s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, window: int = 0, kv_stride: int = 0, table: int = 0
+    s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, window: int = 0, kv_stride: int = 0, listed: int = 0
 ) -> SimpleNamespace:
     """Random queries, keys and selections. `kv`, `indices`: of a call; `keys`, `rows`: the same as one table."""
     x = SimpleNamespace(q=randn(s_q, h_q, d_qk), kv=randn(s_kv, 1, d_qk), scale=d_qk**-0.5, options={})
@@ -67,7 +67,7 @@ def sparse_inputs(
             x.rows = every.masked_fill(every >= visible(s_q, s_kv, kv_stride, s_kv)[:, None], -1).int()
         own = torch.arange(s_q, device=DEVICE)[:, None] + torch.arange(window, device=DEVICE)
         x.keys, x.rows = torch.cat([x.kv, x.window_kv]), torch.cat([x.rows, (s_kv + own).int()], 1)
-    if table:
+    if listed:
         x.kv, x.indices, x.options = x.keys, x.rows, {}
     return x
 
@@ -80,14 +80,14 @@ def sparse_mla_forward(
     d_qk: int = 576,
     window: int = 0,
     kv_stride: int = 0,
-    table: int = 0,
+    listed: int = 0,
 ) -> Problem:
     """Sparse attention over the selected keys, and over window keys. Peers take both from one table of keys.
 
     kv_stride: the queries are the last of s_kv · kv_stride tokens, and see compressed keys of their past only.
-    topk 0: every visible key. table 1: Hopwell takes the table, too.
+    topk 0: every visible key. listed 1: Hopwell takes the table, too.
     """
-    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk, window, kv_stride, table)
+    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk, window, kv_stride, listed)
 
     def flashmla() -> Call:
         (module, options), indices = flash_mla(), x.rows[:, None]
@@ -123,11 +123,11 @@ def sparse_mla_backward(
     d_qk: int = 576,
     window: int = 0,
     kv_stride: int = 0,
-    table: int = 0,
+    listed: int = 0,
     deterministic: int = 0,
 ) -> Problem:
     """The gradients of sparse attention. Window keys as in the forward."""
-    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk, window, kv_stride, table)
+    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk, window, kv_stride, listed)
     out, _, lse = hopwell.sparse_mla_forward(x.q, x.kv, x.indices, x.scale, **x.options)
     d_out = randn(s_q, h_q, 512)
     ascending = {"indices_ascending": True} if kv_stride and x.options and topk else {}
