@@ -171,7 +171,7 @@ def beside(arguments: str) -> str:
 
 
 def all_peers(where: str) -> str:
-    """`MACHINE`: results of `python -m hopwell.bench` on a machine, for all operators; `MACHINE/RECORD`: one record's."""
+    """`MACHINE`: results of `python -m hopwell.bench` on a machine; `MACHINE/RECORD`: one record's."""
     made = [records.read(f"../{where}")] if "/" in where else records.peer_records(where)
     lines = [
         [
