@@ -28,8 +28,9 @@ struct Sm80Storage : indexer::ScoreStorage<T> {
 };
 static_assert(sizeof(Sm80Storage<float>) <= 99 * 1024);
 
+// Two CTAs an SM for fp8 alone: with bf16 the loop over items needs more than 128 registers.
 template <bool kWhole, bool kRelu, class T>
-__global__ void __launch_bounds__(Config::kThreads, sizeof(T) <= 2 ? 2 : 1)
+__global__ void __launch_bounds__(Config::kThreads, sizeof(T) == 1 ? 2 : 1)
     paged_lightning_indexer_score_sm80(const __grid_constant__ Sm80Params<T> p) {
   constexpr int kKeys = indexer::kKeysOfCta<T>;
   auto& s = arch::dynamic_smem<Sm80Storage<T>>();

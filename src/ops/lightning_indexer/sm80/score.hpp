@@ -16,6 +16,8 @@
 // Bound     tensor cores: 2 · h_index · d_index operations per query and key
 #pragma once
 
+#include <type_traits>
+
 #include "arch/sm80/async_copy.hpp"
 #include "ops/lightning_indexer/score_task.hpp"
 #include "runtime/launch.hpp"
@@ -165,9 +167,10 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
   }
 }
 
-// Scores of the keys of a part and the queries of its tiles. kWhole: d_index > 96.
+// Scores of the keys of a part and the queries of its tiles. kWhole: d_index > 96. Params: a type or a
+// reference; see the kernel.
 template <bool kWhole, bool kRelu, class T, class Params>
-HOPWELL_DEVICE void score_part(const Params& p, ScoreStorage<T>& s, const ScorePart& part) {
+HOPWELL_DEVICE void score_part(Params p, ScoreStorage<T>& s, const ScorePart part) {
   const int first_key = part.first_key + arch::warp_index() * 16 * kTilesM<T>;
   const auto [first, end] = part.tiles;
   if (first >= end) return;
@@ -213,7 +216,9 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
   const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
   const ScorePart part =
       p.masked ? visible_part_of_grid<kKeysOfCta<T>>(p, s.of_warp, groups_per_slice) : part_of_grid<kKeysOfCta<T>>(p);
-  score_part<kWhole, kRelu, T>(p, s, part);
+  // nvcc 13.0 spills registers with bf16 if the parameters are passed by reference, and with fp8 if by value.
+  using Passed = std::conditional_t<sizeof(T) == 2, ScoreParams<T>, const ScoreParams<T>&>;
+  score_part<kWhole, kRelu, T, Passed>(p, s, part);
 }
 
 // Without relu, which is rare, only the variant for any d_index is compiled.
