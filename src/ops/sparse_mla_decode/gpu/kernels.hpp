@@ -1,5 +1,5 @@
-// The split kernels of a backend. Each file of the backend's folder includes split.hpp and instantiates those of some row
-// formats.
+// The split kernels of a backend. Each file of the backend's folder includes split.hpp and instantiates the kernels of
+// some row formats.
 #pragma once
 
 #include <cstddef>

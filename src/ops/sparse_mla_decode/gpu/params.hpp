@@ -18,7 +18,7 @@ constexpr int kDv = 512;
 // `query div q_len`.
 struct SplitParams {
   Keys keys, extra;
-  mla_cache::Blocks rope_cache;                                    // data is null if there is none
+  mla_cache::Blocks rope_cache;                                    // data is null if it is absent
   const bf16* q;                                                   // [b, q_len, h_q, d_qk]
   void* out;                                                       // bf16 or fp32 [b, q_len, h_q, 512]
   float* lse;                                                      // [b, q_len, h_q], or null

@@ -1,0 +1,331 @@
+// The split kernel of sparse_mla_decode: Q, the scores S = K Q and their softmax. See split.hpp.
+#pragma once
+
+#include "ops/sparse_mla_decode/gpu/split_tile.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+// ---- Q ----------------------------------------------------------------------------------------------------------------
+
+// A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse.
+struct QueryUnit {
+  float down, up;
+};
+HOPWELL_DEVICE QueryUnit query_unit(float largest) {
+  const int of_largest = int(arch::bit_cast<uint32_t>(largest) >> 23) - 127;
+  // Infinities and NaN need no unit. Of smaller elements nothing is left in the scores.
+  const int e = of_largest == 128 ? 0 : of_largest < -86 ? -100 : of_largest - 14;
+  return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
+}
+
+HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
+  return p.q + query / p.q_len * p.q_stride[0] + query % p.q_len * p.q_stride[1];
+}
+
+// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or of RoPE.
+template <class Config>
+struct Query {
+  using Row = typename Config::Row;
+  uint32_t words[Config::kSteps][Config::kHeadBlocks][2];
+
+  // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a lane
+  // has columns 4 t to 4 t + 3.
+  static HOPWELL_DEVICE bool is_plain(int warp, int step) { return step < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain; }
+  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 16 * warp; }
+  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp < 4; }
+
+  // Loads unconverted bf16, and writes the largest |q| of the warp's columns.
+  HOPWELL_DEVICE void load(const SplitParams& p, SplitStorage<Config>& s, const Work& work) {
+    const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+    const bf16* of_query = query_of(p, work.query);
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j) {
+      const int head = work.first_head + 8 * j + g;
+      const bf16* row = of_query + (head < p.h_q ? head : 0) * p.q_stride[2];
+      float largest = 0;
+      HOPWELL_UNROLL
+      for (int step = 0; step < Config::kSteps; ++step) {
+        const bool exists = head < p.h_q && has(warp, step), plain = is_plain(warp, step);
+        const bf16* at = row + (has(warp, step) ? column_of(warp, step) : 0) + (plain ? 2 : 4) * t;
+        HOPWELL_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t word = *reinterpret_cast<const uint32_t*>(at + (plain ? 8 : 2) * i);
+          words[step][j][i] = exists ? word : 0;
+          const float low = arch::bit_cast<float>(words[step][j][i] << 16 & 0x7fffffff),
+                      high = arch::bit_cast<float>(words[step][j][i] & 0x7fff0000);
+          // As integers, NaN is the largest.
+          largest = arch::bit_cast<float>(
+              tile::Larger{}(arch::bit_cast<uint32_t>(largest),
+                             tile::Larger{}(arch::bit_cast<uint32_t>(low), arch::bit_cast<uint32_t>(high))));
+        }
+      }
+      if constexpr (Config::kFp16) {
+        const uint32_t of_quad = tile::reduce<1, 2>(arch::bit_cast<uint32_t>(largest), tile::Larger{});
+        if (t == 0) s.maxima[warp][8 * j + g] = arch::bit_cast<float>(of_quad);
+      }
+    }
+  }
+
+  // Converts the elements after a barrier.
+  HOPWELL_DEVICE void convert(const SplitStorage<Config>& s) {
+    if constexpr (!Config::kFp16) return;
+    const int warp = arch::warp_index(), g = arch::lane_index() / 4;
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j) {
+      const float down = unit_of(s, 8 * j + g).down;
+      HOPWELL_UNROLL
+      for (int step = 0; step < Config::kSteps; ++step) {
+        float x[4];
+        HOPWELL_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t word = words[step][j][i / 2];
+          x[i] = arch::bit_cast<float>(i % 2 ? word & 0xffff0000 : word << 16) * down;
+        }
+        if (is_plain(warp, step)) {
+          words[step][j][0] = arch::pack_bf16(x[0], x[1]), words[step][j][1] = arch::pack_bf16(x[2], x[3]);
+        } else {
+          constexpr bool kAdjacent = Config::Codes::kAdjacent;
+          words[step][j][0] = arch::pack_fp16(x[0], x[kAdjacent ? 1 : 2]);
+          words[step][j][1] = arch::pack_fp16(x[kAdjacent ? 2 : 1], x[3]);
+        }
+      }
+    }
+  }
+
+  static HOPWELL_DEVICE QueryUnit unit_of(const SplitStorage<Config>& s, int head) {
+    uint32_t largest = 0;
+    HOPWELL_UNROLL
+    for (int w = 0; w < Config::kWarps; ++w)
+      largest = tile::Larger{}(largest, arch::bit_cast<uint32_t>(s.maxima[w][head]));
+    return query_unit(arch::bit_cast<float>(largest));
+  }
+};
+
+// ---- S = K Q ----------------------------------------------------------------------------------------------------------
+
+// Whether products of fp16 are exact for a scale: 0, or a power of two from 2^-22 to 2^7.
+HOPWELL_DEVICE bool is_exact_scale(float scale) {
+  const uint32_t bits = arch::bit_cast<uint32_t>(scale), exponent = bits >> 23;
+  return bits == 0 || ((bits & 0x7fffff) == 0 && exponent >= 127 - 22 && exponent <= 127 + 7);
+}
+
+template <class Config>
+using ScoresOfWarp = float[Config::kHeadBlocks][4];
+
+// The share of a block of codes, exact scales. scale: of key `lane` of the step.
+template <class Config>
+HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
+                                   const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
+  using Row = typename Config::Row;
+  const int warp = arch::warp_index(), g = arch::lane_index() / 4;
+  uint32_t words[2][4];  // of chunks 0, 1 and 2, 3: keys g and g + 8 of the first, then of the second chunk
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) arch::ldmatrix(words[i], matrices_of_keys(s, stage, key, Row::offset_of(warp) + 32 * i));
+  float products[Row::kScales][Config::kHeadBlocks][4] = {};
+  HOPWELL_UNROLL
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    const tile::CodePairs low = Config::Codes::pairs(words[chunk / 2][chunk % 2 * 2]),
+                          high = Config::Codes::pairs(words[chunk / 2][chunk % 2 * 2 + 1]);
+    uint32_t a[4] = {low.first, high.first, low.second, high.second};
+    if constexpr (Config::Codes::kFindsNan) {
+      if (chunk == 3) {
+        HOPWELL_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          uint32_t nan = 0;
+          HOPWELL_UNROLL
+          for (int i = 0; i < 4; ++i) nan |= Config::Codes::nan_bits(words[i / 2][i % 2 * 2 + row]);
+          if (nan & 0x80808080) a[row] = 0x7fff7fff;
+        }
+      }
+    }
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j)
+      arch::mma_m16n8k16_fp16(products[chunk / Row::kChunksOfScale][j], a, q.words[chunk][j]);
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < Row::kScales; ++i) {
+    HOPWELL_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      float factor = 1 / Config::Codes::kUnit;
+      if constexpr (Row::kHasScales) factor *= arch::shuffle(scale[i], key + 8 * row + g);
+      HOPWELL_UNROLL
+      for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) {
+        float& share = shares[n / 2][2 * row + n % 2];
+        share = fmaf(products[i][n / 2][2 * row + n % 2], factor, share);
+      }
+    }
+  }
+}
+
+// The same for any scales. Q is read again as bf16, because the kernel keeps it in registers as fp16.
+template <class Config>
+HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStorage<Config>& s, int stage, int key,
+                                          const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
+  using Row = typename Config::Row;
+  const Work work(p, Config::kHeads);
+  const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const bf16* of_query = query_of(p, work.query);
+  float products[Config::kHeadBlocks][4] = {};
+  HOPWELL_NO_UNROLL
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    uint32_t words[2];
+    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::offset_of(warp) + 16 * chunk));
+    float scale_of_chunk = scale[0];
+    if constexpr (Row::kScales > 1) scale_of_chunk = chunk < Row::kChunksOfScale ? scale[0] : scale[1];
+    const float low = arch::shuffle(scale_of_chunk, key + g), high = arch::shuffle(scale_of_chunk, key + 8 + g);
+    const uint32_t a[4] = {scaled_codes(words[0], 0, 1, low, low), scaled_codes(words[1], 0, 1, high, high),
+                           scaled_codes(words[0], 2, 3, low, low), scaled_codes(words[1], 2, 3, high, high)};
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j) {
+      const int head = work.first_head + 8 * j + g;
+      uint32_t b[2] = {0, 0};
+      if (head < p.h_q) {
+        const bf16* at = of_query + head * p.q_stride[2] + 64 * warp + 16 * chunk + 4 * t;
+        b[0] = *reinterpret_cast<const uint32_t*>(at), b[1] = *reinterpret_cast<const uint32_t*>(at + 2);
+      }
+      arch::mma_m16n8k16_bf16(products[j], a, b);
+    }
+  }
+  HOPWELL_UNROLL
+  for (int j = 0; j < Config::kHeadBlocks; ++j) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float down = Query<Config>::unit_of(s, 8 * j + 2 * t + i).down;
+      shares[j][i] = fmaf(products[j][i], down, shares[j][i]);
+      shares[j][2 + i] = fmaf(products[j][2 + i], down, shares[j][2 + i]);
+    }
+  }
+}
+
+// A step of 16 columns of bf16, at byte `offset` of the rows.
+template <class Config>
+HOPWELL_DEVICE void multiply_plain(const SplitStorage<Config>& s, int stage, int key, int offset,
+                                   const uint32_t (&q)[Config::kHeadBlocks][2], ScoresOfWarp<Config>& shares) {
+  uint32_t a[4];
+  arch::ldmatrix(a, matrices_of_keys(s, stage, key, offset));
+  HOPWELL_UNROLL
+  for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_bf16(shares[j], a, q[j]);
+}
+
+// 16 columns of RoPE. Codes have no scale there.
+template <class Config>
+HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
+                                  ScoresOfWarp<Config>& shares) {
+  using Row = typename Config::Row;
+  const int warp = arch::warp_index();
+  if constexpr (Row::kRopeIsPlain) {
+    multiply_plain(s, stage, key, Row::kRopeAt + 32 * warp, q.words[4], shares);
+  } else {
+    uint32_t words[2];
+    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 16 * warp));
+    const tile::CodePairs low = Config::Codes::pairs(words[0]), high = Config::Codes::pairs(words[1]);
+    uint32_t a[4] = {low.first, high.first, low.second, high.second};
+    HOPWELL_UNROLL
+    for (int row = 0; row < 2; ++row)
+      if (Config::Codes::nan_bits(words[row]) & 0x80808080) a[row] = 0x7fff7fff;
+    float products[Config::kHeadBlocks][4] = {};
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j) {
+      arch::mma_m16n8k16_fp16(products[j], a, q.words[4][j]);
+      for (int i = 0; i < 4; ++i) shares[j][i] = fmaf(products[j][i], 1 / Config::Codes::kUnit, shares[j][i]);
+    }
+  }
+}
+
+// Loads the scales of this warp's block, key `lane`, and writes them as factors of P. Returns whether all are exact.
+template <class Config>
+HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
+  using Row = typename Config::Row;
+  const int warp = arch::warp_index(), lane = arch::lane_index();
+  bool exact = true;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Row::kScales; ++i) {
+    scale[i] = Row::scale(s.stages[stage] + lane * Row::kPitch, warp, i);
+    exact = exact && is_exact_scale(scale[i]);
+    s.scales[warp][i][lane] = uint16_t(arch::pack_fp16(scale[i] * Config::kScaleUnit, 0));
+  }
+  return arch::ballot(!exact) == 0;
+}
+
+// Writes this warp's share of the scores of a step. Returns whether the scales of its block are exact.
+template <class Config>
+HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q) {
+  using Row = typename Config::Row;
+  const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const bool plain = Row::is_plain(warp);
+  bool exact = true;
+  float scale[Row::kScales] = {};
+  if constexpr (Row::kHasScales)
+    if (!plain) exact = load_scales(s, stage, scale);
+  HOPWELL_UNROLL
+  for (int key = 0; key < Config::kKeys; key += 16) {
+    ScoresOfWarp<Config> shares = {};
+    if constexpr (Row::kHasRope)
+      if (warp < 4) multiply_rope(s, stage, key, q, shares);
+    if (plain) {
+      if constexpr (Row::kHasPlain) {
+        HOPWELL_UNROLL
+        for (int chunk = 0; chunk < 4; ++chunk)
+          multiply_plain(s, stage, key, Row::offset_of(warp) + 32 * chunk, q.words[chunk], shares);
+      }
+    } else if constexpr (Row::kHasCodes) {
+      if (exact)
+        multiply_codes(s, stage, key, q, scale, shares);
+      else if constexpr (Row::kHasScales)
+        multiply_scaled_codes(p, s, stage, key, scale, shares);
+    }
+    HOPWELL_UNROLL
+    for (int j = 0; j < Config::kHeadBlocks; ++j) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) s.scores[warp][8 * j + 2 * t + i % 2][key + g + i / 2 * 8] = shares[j][i];
+    }
+  }
+  return exact;
+}
+
+// ---- softmax ----------------------------------------------------------------------------------------------------------
+
+// A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over the
+// same keys for 8 and for 16 heads.
+template <class Config>
+struct SoftmaxOfHead {
+  int head;  // of the tile
+  float up;  // unit of q
+  float row_max = -INFINITY, sums[Config::kHeadBlocks] = {};
+
+  HOPWELL_DEVICE Stats stats() const {
+    float sum = sums[0];
+    if constexpr (Config::kHeadBlocks == 2) sum += sums[1];
+    return {row_max, tile::reduce<1, Config::kLanesOfHead / 2>(sum, tile::Plus{})};
+  }
+};
+
+// Adds the shares of a step's scores, and writes P and the head's row_scale.
+template <class Config>
+HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead<Config>& of) {
+  constexpr int kKeysOfLane = Config::kHeadBlocks;
+  const int key = arch::lane_index() % Config::kLanesOfHead * kKeysOfLane;
+  float x[kKeysOfLane] = {}, maximum = -INFINITY;
+  HOPWELL_UNROLL
+  for (int w = 0; w < Config::kWarps; ++w) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kKeysOfLane; ++i) x[i] += s.scores[w][of.head][key + i];
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    x[i] = key + i < s.keys[stage] ? x[i] * of.up * scale_log2 : -INFINITY;
+    maximum = fmaxf(maximum, x[i]);
+  }
+  maximum = tile::reduce<1, Config::kLanesOfHead / 2>(maximum, tile::Larger{});
+  const float factor = tile::update_row_max(of.row_max, fmaxf(of.row_max, maximum));
+  const float base = tile::finite_row_max(of.row_max);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    x[i] = arch::exp2_approx(x[i] - base);
+    of.sums[i] = tile::rescaled(of.sums[i], factor) + x[i];
+    s.p[of.head][key + i] = uint16_t(Config::kFp16 ? arch::pack_fp16(x[i], 0) : arch::pack_bf16(x[i], 0));
+  }
+  if (key == 0) s.factors[of.head] = factor;
+}
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

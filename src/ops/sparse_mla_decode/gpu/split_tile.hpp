@@ -1,0 +1,196 @@
+// The split kernel of sparse_mla_decode: its tile, its shared memory, and the copies of rows. See split.hpp.
+#pragma once
+
+#include <bit>
+#include <cmath>
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/convert.hpp"
+#include "arch/sm80/matrix.hpp"
+#include "ops/sparse_mla_decode/gpu/kernels.hpp"
+#include "tile/gpu/e4m3.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+template <class TheCodes, class TheRows, int kTheHeads>
+struct SplitConfig {
+  using Codes = TheCodes;
+  using Row = TheRows;
+  static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kKeys = 32, kListed = kThreads;  // keys of a step; entries that are listed at a time
+  static constexpr int kStages = TheRows::kHasCodes ? 3 : 2;
+  static constexpr int kStageBytes = kKeys * TheRows::kPitch;
+  static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;  // elements; no bank conflicts
+  static constexpr int kLanesOfHead = 32 / kHeadBlocks;           // in the softmax; each has kHeadBlocks keys
+  static constexpr int kSteps = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, in the product of K and Q
+  // Two, except where a kernel needs more than 128 registers: 16 heads of V4, whose last block is bf16.
+  static constexpr int kCtasOfSm = kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7) ? 1 : 2;
+  static constexpr bool kFp16 = TheRows::kHasCodes;                      // type of P and of Q, but for plain blocks
+  static constexpr float kScaleUnit = TheRows::kHasScales ? 0x1p8F : 1;  // factor of scales as fp16
+};
+
+template <class Config>
+struct SplitStorage {
+  using Row = typename Config::Row;
+  alignas(128) unsigned char stages[Config::kStages][Config::kStageBytes];
+  alignas(16) float scores[Config::kWarps][Config::kHeads][Config::kPitchS];  // shares of S
+  alignas(16) uint16_t p[Config::kHeads][Config::kPitchP];
+  alignas(16) uint16_t scales[Config::kWarps][Row::kScales][Config::kKeys];  // of each warp's block, fp16
+  const unsigned char* rows[Config::kListed];
+  const unsigned char* second[Row::kSecondBytes > 0 || Row::kMayHaveRopeCache ? Config::kListed : 1];
+  float factors[Config::kHeads];                 // row_scale of a step; at the end the factor of the output
+  float maxima[Config::kWarps][Config::kHeads];  // of |q| over a warp's columns
+  int counts[Config::kWarps];                    // valid entries that each warp has listed
+  int keys[Config::kStages];                     // of a stage that are valid
+};
+
+// ---- the work of a CTA ------------------------------------------------------------------------------------------------
+
+// The query, the split and the tile of heads of a CTA. Read again where it is needed, to save registers.
+struct Work {
+  int number;  // of the split in the launch
+  int split;   // of the query
+  int query;
+  int first_head;
+
+  HOPWELL_DEVICE Work(const SplitParams& p, int heads)
+      : number(arch::block_index() / p.head_tiles),
+        split(number % p.splits),
+        query(p.first_query + number / p.splits),
+        first_head(arch::block_index() % p.head_tiles * heads) {}
+};
+
+// The entries of a split, in the first or in the second cache.
+struct Entries {
+  const Keys* keys;
+  const int* row;
+  int count;
+  uint32_t visible;  // entries from this number on are not valid
+  const int* table;  // or null
+
+  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) {
+    const bool is_extra = work.split >= p.splits_of_keys;
+    keys = is_extra ? &p.extra : &p.keys;
+    const PagedSelection& selection = keys->selection;
+    const int64_t b = work.query / p.q_len, i = work.query % p.q_len, visible_entries = selection.visible(b, i);
+    const int64_t first = (is_extra ? work.split - p.splits_of_keys : work.split) * p.keys_per_split,
+                  left = selection.length(b, i) - first;
+    row = selection.row(b, i) + first;
+    count = int(left < 0 ? 0 : left < p.keys_per_split ? left : p.keys_per_split);
+    constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
+    visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
+    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
+  }
+  /// The slot that entry `at` names, or -1 if it is not valid.
+  HOPWELL_DEVICE int slot(int at) const {
+    const int entry = at < count ? row[at] : -1;
+    if (uint32_t(entry) >= visible) return -1;
+    if (!table) return entry;
+    const int block = int(keys->selection.block), page = table[entry / block];
+    return uint32_t(page) < uint32_t(keys->selection.blocks) ? page * block + entry % block : -1;
+  }
+};
+
+// Lists a split's rows and copies them to the stages, in order.
+template <class Config>
+struct Copies {
+  using Row = typename Config::Row;
+  static constexpr int kThreadsOfRow = Config::kThreads / Config::kKeys;
+
+  const SplitParams& p;
+  SplitStorage<Config>& s;
+  int next = 0;    // entry that is listed next
+  int count;       // entries
+  int listed = 0;  // rows in the list
+  int taken = 0;   // of them, by copies
+  int steps = 0;   // whose copies have been issued
+
+  // Lists the rows of the next kListed entries that are valid, in their order.
+  HOPWELL_DEVICE void list() {
+    const Entries entries(p, Work(p, Config::kHeads));
+    const int warp = arch::warp_index(), lane = arch::lane_index();
+    const int slot = entries.slot(next + arch::thread_index());
+    const uint32_t valid = arch::ballot(slot >= 0);
+    if (lane == 0) s.counts[warp] = std::popcount(valid);
+    arch::syncthreads();
+    int before = std::popcount(valid & ((1U << lane) - 1));
+    listed = taken = 0;
+    HOPWELL_UNROLL
+    for (int w = 0; w < Config::kWarps; ++w) {
+      before += w < warp ? s.counts[w] : 0;
+      listed += s.counts[w];
+    }
+    if (slot >= 0) {
+      const mla_cache::Blocks& cache = entries.keys->cache;
+      const int block = slot / int(cache.block), row = slot % int(cache.block);
+      const unsigned char* data = cache.data + block * cache.stride;
+      if constexpr (Row::kMayHaveRopeCache) {
+        const int pitch = p.rope_cache.data ? 2 * kDv : Row::kFormat.data_pitch;
+        s.rows[before] = data + row * pitch;
+        if (p.rope_cache.data)
+          s.second[before] = p.rope_cache.data + block * p.rope_cache.stride + row * (2 * (Row::kWidth - kDv));
+      } else {
+        s.rows[before] = data + int64_t{row} * Row::kFormat.data_pitch;
+        if constexpr (Row::kSecondBytes > 0)
+          s.second[before] = data + cache.block * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
+      }
+    }
+    next = count - next > Config::kListed ? next + Config::kListed : count;
+    arch::syncthreads();
+  }
+
+  // Starts the copies of the next step's keys, if there is one. All threads call it.
+  HOPWELL_DEVICE void issue(int stage) {
+    while (taken >= listed && next < count) list();
+    if (taken < listed) {
+      const int thread = arch::thread_index() % kThreadsOfRow, row = arch::thread_index() / kThreadsOfRow;
+      copy_row(arch::shared_address(s.stages[stage]) + uint32_t(row * Row::kPitch), taken + row, thread);
+      const int left = listed - taken;
+      if (arch::thread_index() == 0) s.keys[stage] = left < Config::kKeys ? left : Config::kKeys;
+      taken += Config::kKeys, ++steps;
+    }
+    arch::cp_async_commit();
+  }
+
+  HOPWELL_DEVICE void copy_row(uint32_t to, int number, int thread) const {
+    constexpr int kDataChunks = Row::kDataBytes / 16;
+    const bool valid = number < listed;
+    const unsigned char* row = valid ? s.rows[number] : p.keys.cache.data;
+    int chunks = kDataChunks;
+    if constexpr (Row::kMayHaveRopeCache) {
+      if (p.rope_cache.data) {
+        chunks = 2 * kDv / 16;
+        const unsigned char* rope = valid ? s.second[number] : p.rope_cache.data;
+        arch::cp_async(to + uint32_t(Row::kRopeAt + 16 * thread), rope + 16 * thread, valid ? 16 : 0);
+      }
+    }
+    HOPWELL_UNROLL
+    for (int chunk = thread; chunk < kDataChunks; chunk += kThreadsOfRow)
+      if (chunk < chunks) arch::cp_async(to + uint32_t(16 * chunk), row + 16 * chunk, valid ? 16 : 0);
+    if constexpr (Row::kSecondBytes > 0) {
+      const unsigned char* second = valid ? s.second[number] : p.keys.cache.data;
+      if (thread == kThreadsOfRow - 1)
+        arch::cp_async<Row::kSecondBytes>(to + Row::kDataBytes, second, valid ? Row::kSecondBytes : 0);
+    }
+  }
+};
+
+// ---- keys of a step as operands ------------------------------------------------------------------------------------------
+
+// Address of this lane's row for ldmatrix: 16 keys from `key` on, and the two 16-byte chunks from byte `offset` on.
+template <class Config>
+HOPWELL_DEVICE uint32_t matrices_of_keys(const SplitStorage<Config>& s, int stage, int key, int offset) {
+  const int lane = arch::lane_index();
+  return arch::shared_address(s.stages[stage]) +
+         uint32_t((key + lane % 16) * Config::Row::kPitch + offset + lane / 16 * 16);
+}
+
+// bf16(fp32(code · scale)) of two codes in bytes `low` and `high` of a word, with a scale each.
+HOPWELL_DEVICE uint32_t scaled_codes(uint32_t codes, int low, int high, float scale_low, float scale_high) {
+  return arch::pack_bf16(tile::e4m3_to_float(codes >> 8 * low & 0xff) * scale_low,
+                         tile::e4m3_to_float(codes >> 8 * high & 0xff) * scale_high);
+}
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
