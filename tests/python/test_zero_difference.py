@@ -1,56 +1,19 @@
 """What belongs to one query has the same bits whatever else is in the call: other queries, padding, other heads, and
 options that ask for other outputs.
 
-Random parts of a problem are computed in calls of their own, on every backend that runs here, and compared with one
-call for all of it. ZERO_DIFFERENCE_SPLITS is the number of parts a backend (a few in `make test`; 10,000 by hand).
+On every backend that runs here (zero_difference.py). The operators of decode are in test_zero_difference_decode.py.
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import hopwell
 import numpy as np
 import pytest
 import torch
+from zero_difference import PADDING, SCALE, check_parts, device_of, padded, random, same_bits, some_heads
 
-SCALE = 576**-0.5
-
-
-def splits(backend: str) -> int:
-    """How many parts are compared."""
-    few = 40 if backend == "cpu" else 3 if backend.startswith("emu:") else 200
-    return int(os.environ.get("ZERO_DIFFERENCE_SPLITS", few))
-
-
-def some_heads(rng: np.random.Generator, backend: str, heads: int) -> slice:
-    """Random ones of up to 128 heads. On sm100 as many of them as the same kernel takes (docs/bits.md)."""
-    least = 65 if backend.endswith("sm100") and heads > 64 else 1
-    count = int(rng.integers(least, heads + 1))
-    first = int(rng.integers(heads - count + 1))
-    return slice(first, first + count)
-
-
-def random(rng: np.random.Generator, *shape: int) -> torch.Tensor:
-    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def padded(rng: np.random.Generator, entries: torch.Tensor, value: float) -> torch.Tensor:
-    """The same rows with places behind their entries that name none, sometimes past what GPUs put in order at once."""
-    return torch.nn.functional.pad(entries, (0, int(rng.choice((0, PADDING, 4096)))), value=value)
-
-
-PADDING = 70
-PARTS = 10  # of a problem
 DKV_DTYPES = ("float32", "bfloat16")
-
-
-def device_of(backend: str) -> str:
-    return "cuda" if backend.startswith("sm") else "cpu"
 
 
 class SparseMla:
@@ -364,131 +327,6 @@ class Pooling:
         assert same_bits(self.whole[2][tokens], d_gate), f"d_gate {what}"
 
 
-class Decode:
-    """A problem of decode over paged latents, and calls for some of its sequences, queries and heads on other pages."""
-
-    def __init__(self, rng: np.random.Generator, backend: str) -> None:
-        self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        # On GPUs now and then rows of bf16 in one cache, without splits: the forward's kernels.
-        self.by_forward = backend != "cpu" and rng.integers(3) == 0
-        small = rng.integers(2) or backend != "cpu"
-        self.b, self.q_len, self.h_q = (3, 3, 20) if small else (9, 2, 20)
-        self.topk = 90 if backend != "cpu" else int(rng.choice((90, 700)))
-        self.keys_per_split = 4096 if self.by_forward else int(rng.choice((64, 256, 640, 1024)))
-        self.d, self.row = ((576, 656), (512, 584), (512, 528), (576, 576))[int(rng.integers(4))]
-        if self.by_forward:
-            self.row = self.d
-        self.tokens = 150  # of a sequence
-        self.kv, self.extra = random(rng, self.b, self.tokens, self.d), random(rng, 60, self.d)
-        self.q, self.sink = random(rng, self.b, self.q_len, self.h_q, self.d), random(rng, self.h_q).float()
-        self.indices = self.integers(-5, self.tokens, self.b, self.q_len, self.topk)
-        self.lens = self.integers(self.tokens // 2, self.tokens + 1, self.b)
-        self.lengths = self.integers(self.topk // 2, self.topk + 1, self.b, self.q_len)
-        self.others = self.integers(-2, 60, self.b, self.q_len, 70)
-        self.whole = self.run(slice(None), slice(0, self.q_len), slice(None))
-
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.from_numpy(self.rng.integers(low, high, shape).astype(np.int32))
-
-    def paged(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache with the tokens [b, n, d] of some sequences, in blocks of any size on random pages, and tables."""
-        b, n, _ = tokens.shape
-        # GPUs need blocks of a multiple of 16 bytes.
-        odd = self.backend == "cpu" or self.row != 584
-        block = int(self.rng.choice((1, 7, 16, 64) if odd else (2, 6, 16, 64)))
-        pages = -(-n // block)
-        blocks = b * pages + int(self.rng.integers(3))
-        tables = torch.from_numpy(self.rng.permutation(blocks)[: b * pages].reshape(b, pages).astype(np.int32))
-        positions = torch.arange(n)
-        slots = (tables.long()[:, positions // block] * block + positions % block).flatten()
-        if self.row == self.d:
-            cache = torch.full((blocks, block, self.d), float("nan"), dtype=torch.bfloat16)
-        else:
-            cache = torch.full((blocks, block, self.row), 255, dtype=torch.uint8)
-        return hopwell.torch.mla_cache_append(tokens.flatten(0, 1), cache, slots, backend="cpu"), tables
-
-    def run(self, sequences: slice, queries: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse of these queries and heads."""
-        cache, tables = self.paged(self.kv[sequences])
-        # A sequence's count belongs to its last query in this call.
-        lens = self.lens[sequences] - (self.q_len - queries.stop)
-        given: dict[str, Any] = {
-            "block_tables": tables,
-            "context_lens": lens,
-            "topk_length": self.lengths[sequences, queries],
-            "attn_sink": self.sink[heads],
-        }
-        if not self.by_forward:
-            others, extra_tables = self.paged(self.extra[None].expand(len(tables), -1, -1))
-            given |= {"extra_cache": others, "extra_block_tables": extra_tables}
-            given["extra_indices"] = padded(self.rng, self.others[sequences, queries], -1)
-        indices = padded(self.rng, self.indices[sequences, queries], -1)[..., : 4000 if self.by_forward else None]
-        arguments = (x.to(self.device) for x in (self.q[sequences, queries, heads].contiguous(), cache, indices))
-        options = {name: x.to(self.device) for name, x in given.items()}
-        return hopwell.sparse_mla_decode(
-            *arguments, SCALE, keys_per_split=self.keys_per_split, backend=self.backend, **options
-        )
-
-    def check_part(self, rng: np.random.Generator) -> None:
-        """Compares one random part."""
-        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
-        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
-        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
-        heads = some_heads(rng, self.backend, self.h_q)
-        what = f"sequences {sequences}, queries {queries}, heads {heads}, splits of {self.keys_per_split}"
-        for name, whole, mine in zip(("out", "lse"), self.whole, self.run(sequences, queries, heads), strict=True):
-            assert same_bits(whole[sequences, queries, heads], mine), f"{name} of {what}"
-
-
-class PagedIndexer:
-    """A problem of the paged indexer, and calls for some of its sequences and queries on other pages."""
-
-    def __init__(self, rng: np.random.Generator, backend: str) -> None:
-        self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        self.b, self.q_len, self.heads = [(3, 3, 8), (9, 2, 32), (2, 1, 64)][int(rng.integers(3))]
-        self.tokens, self.topk = int(rng.choice((90, 700))), int(rng.choice((40, 90, 300)))
-        self.is_fp8, self.relu = bool(rng.integers(2)), bool(rng.integers(2))
-        self.keys = random(rng, self.b, self.tokens, 128)
-        self.q = random(rng, self.b, self.q_len, self.heads, 128)
-        self.weights = random(rng, self.b, self.q_len, self.heads).float()
-        if self.is_fp8:
-            self.q = self.q.to(torch.float8_e4m3fn)
-        self.lens = torch.from_numpy(rng.integers(0, self.tokens + 1, (self.b, self.q_len)).astype(np.int32))
-        self.whole = self.run(slice(None), slice(0, self.q_len))
-
-    def paged(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache with the keys [b, n, d] of some sequences, in blocks of any size on random pages, and tables."""
-        b, n, d = keys.shape
-        block = int(self.rng.choice((1, 7, 16, 64)))
-        used, pages = -(-n // block), -(-n // block) + int(self.rng.integers(9))
-        blocks = b * used + int(self.rng.integers(3))
-        tables = np.full((b, pages), self.rng.choice((-1, 2**31 - 1)), np.int32)
-        tables[:, :used] = self.rng.permutation(blocks)[: b * used].reshape(b, used)
-        positions = np.arange(n)
-        slots = (tables[:, positions // block].astype(np.int64) * block + positions % block).reshape(-1)
-        row, kind, unnamed = (d + 4, torch.uint8, 255) if self.is_fp8 else (d, torch.bfloat16, float("nan"))
-        cache = torch.full((blocks, block, row), unnamed, dtype=kind)
-        hopwell.torch.mla_cache_append(keys.flatten(0, 1), cache, torch.from_numpy(slots), backend="cpu")
-        return cache.to(self.device), torch.from_numpy(tables).to(self.device)
-
-    def run(self, sequences: slice, queries: slice) -> tuple[torch.Tensor, ...]:
-        """Indices, scores and lengths of these queries."""
-        cache, tables = self.paged(self.keys[sequences])
-        q, weights, lens = (x[sequences, queries].to(self.device) for x in (self.q, self.weights, self.lens))
-        lengths = torch.empty(lens.shape, dtype=torch.int32, device=self.device)
-        options = {"relu": self.relu, "lengths": lengths, "backend": self.backend}
-        return *hopwell.paged_lightning_indexer(q, cache, weights, self.topk, tables, lens, **options), lengths
-
-    def check_part(self, rng: np.random.Generator) -> None:
-        """Compares one random part."""
-        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
-        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
-        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
-        names = ("indices", "scores", "lengths")
-        for name, whole, mine in zip(names, self.whole, self.run(sequences, queries), strict=True):
-            assert same_bits(whole[sequences, queries], mine), f"{name} of sequences {sequences}, queries {queries}"
-
-
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -626,27 +464,6 @@ def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
     check_parts(LinearBackward, backend, rng)
 
 
-@pytest.mark.parametrize("backend", hopwell.backends("sparse_mla_decode"))
-def test_sparse_mla_decode(backend: str, rng: np.random.Generator) -> None:
-    check_parts(Decode, backend, rng)
-
-
-@pytest.mark.parametrize("backend", hopwell.backends("paged_lightning_indexer"))
-def test_paged_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
-    check_parts(PagedIndexer, backend, rng)
-
-
 @pytest.mark.parametrize("backend", hopwell.backends("kv_compress_backward"))
 def test_kv_compress(backend: str, rng: np.random.Generator) -> None:
     check_parts(Pooling, backend, rng)
-
-
-def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:
-    """Compares parts of one problem, or of several."""
-    left = splits(backend)
-    while left > 0:
-        made = problem(rng, backend)
-        for _ in range(min(left, PARTS)):
-            hopwell.set_num_threads(int(rng.integers(1, 5)))  # of the CPU
-            made.check_part(rng)
-        left -= PARTS
