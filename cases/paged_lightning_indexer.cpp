@@ -461,57 +461,30 @@ Problems problems() {
                             .block = 64,
                             .max_blocks = 90,
                             .lens = Lens::kFull});
-    add_case("_many_keys_bad_pages", {.b = 2,
-                                      .q_len = 1,
-                                      .h_index = 2,
-                                      .d_index = 32,
-                                      .topk = 3000,
-                                      .blocks = 200,
-                                      .block = 64,
-                                      .max_blocks = 80,
-                                      .lens = Lens::kFull,
-                                      .pages = Pages::kBad});
-    // A row that ends short of topk although more positions are named: its bad pages rank below everything.
-    add_case("_many_keys_few_left", {.b = 2,
-                                     .q_len = 1,
-                                     .h_index = 2,
-                                     .d_index = 32,
-                                     .topk = 4500,
-                                     .blocks = 200,
-                                     .block = 64,
-                                     .max_blocks = 80,
-                                     .lens = Lens::kFull,
-                                     .pages = Pages::kBad});
-    add_case("_longest", {.b = 1,
-                          .q_len = 2,
+    // Long rows, of 80 and of 515 blocks. Every fifth page is bad.
+    const Paged long_rows{.b = 2,
+                          .q_len = 1,
                           .h_index = 2,
                           .d_index = 32,
-                          .topk = 300,
-                          .blocks = 520,
+                          .blocks = 200,
                           .block = 64,
-                          .max_blocks = 515,
-                          .lens = Lens::kFull});
-    add_case("_longest_bad_pages", {.b = 1,
-                                    .q_len = 1,
-                                    .h_index = 2,
-                                    .d_index = 32,
-                                    .topk = 300,
-                                    .blocks = 520,
-                                    .block = 64,
-                                    .max_blocks = 515,
-                                    .lens = Lens::kFull,
-                                    .data = Data::kIntegers,
-                                    .pages = Pages::kBad});
-    add_case("_longest_few_left", {.b = 1,
-                                   .q_len = 1,
-                                   .h_index = 2,
-                                   .d_index = 32,
-                                   .topk = 27000,
-                                   .blocks = 520,
-                                   .block = 64,
-                                   .max_blocks = 515,
-                                   .lens = Lens::kFull,
-                                   .pages = Pages::kBad});
+                          .max_blocks = 80,
+                          .lens = Lens::kFull,
+                          .pages = Pages::kBad};
+    Paged longest = long_rows;
+    longest.b = 1, longest.blocks = 520, longest.max_blocks = 515;
+    const auto with_topk = [](Paged p, std::int64_t topk) {
+      p.topk = topk;
+      return p;
+    };
+    add_case("_many_keys_bad_pages", with_topk(long_rows, 3000));
+    // A row that ends short of topk although more positions are named: its bad pages rank below everything.
+    add_case("_many_keys_few_left", with_topk(long_rows, 4500));
+    add_case("_longest_few_left", with_topk(longest, 27000));
+    longest.data = Data::kIntegers;
+    add_case("_longest_bad_pages", with_topk(longest, 300));
+    longest.data = Data::kNormal, longest.pages = Pages::kGood, longest.q_len = 2;
+    add_case("_longest", with_topk(longest, 300));
     add_case("_production",
              {.b = 2, .q_len = 2, .h_index = 64, .topk = 512, .blocks = 30, .block = 64, .max_blocks = 12});
     for (const std::int64_t h : {1, 5, 8, 32, 33, 64, 130})
