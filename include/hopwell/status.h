@@ -17,11 +17,7 @@ typedef enum hopwell_status {
 } hopwell_status;
 
 /** A flag that is on by default: a field that is not set is on. */
-typedef enum hopwell_switch {
-  HOPWELL_DEFAULT_ON = 0,
-  HOPWELL_ON = 1,
-  HOPWELL_OFF = 2
-} hopwell_switch;
+typedef enum hopwell_switch { HOPWELL_DEFAULT_ON = 0, HOPWELL_ON = 1, HOPWELL_OFF = 2 } hopwell_switch;
 
 /** A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
 typedef void* hopwell_stream;

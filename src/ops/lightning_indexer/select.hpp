@@ -70,8 +70,8 @@ HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
 struct RowCtas {
   int rank = 0, count = 1;
 };
-// Writes a row that sees at most topk keys. Executed by all threads. The three functions have overloads for other
-// parameters: those of paged_lightning_indexer.
+// Writes a row that sees at most topk keys. Executed by all threads. The three functions have overloads for the
+// parameters of paged_lightning_indexer.
 HOPWELL_DEVICE void write_visible(const SelectParams& p, int* /*of_warp*/, const QueryRow& row,
                                   const RowCtas& ctas = {}) {
   const int threads = 32 * p.warps;

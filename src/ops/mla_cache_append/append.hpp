@@ -55,7 +55,7 @@ struct SharedStorage {
   uint8_t marks[Config::kMarks];                             // 1 at index slot % kMarks for each slot of the CTA's rows
   uint8_t replaced[Config::kRows];                           // 1 if a later row has the slot of this row
   int slots[Config::kRows];                                  // of the CTA's rows; -1: the row is not written
-  int64_t data_at[Config::kRows], scales_at[Config::kRows];  // bytes from the cache's first to those of the row
+  int64_t data_at[Config::kRows], scales_at[Config::kRows];  // byte offsets in the cache
 };
 
 HOPWELL_DEVICE bool has_position(const Params& p, int64_t row) {
@@ -95,7 +95,7 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
 }
 
-// Marks the CTA's rows that row `later` of slot `slot` replaces. Both are the same in all lanes.
+// Marks the CTA's rows that row `later` of slot `slot` replaces. All lanes of the warp have the same two.
 HOPWELL_DEVICE void mark_replaced(SharedStorage& s, int64_t first, int64_t later, int slot) {
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kRows / 32; ++i) {
@@ -234,7 +234,7 @@ HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uin
   if (f.scale == mla_cache::Scale::ue8m0 && f.tiles() + lane < f.scale_pitch) scales[f.tiles() + lane] = 0;
 }
 
-// Four plain columns. A column that is not rotated keeps its bits, also those of a NaN.
+// Four plain columns. A column that is not rotated keeps its bits, a NaN too.
 HOPWELL_DEVICE Pack plain_columns(const Params& p, int64_t row, int c) {
   if (p.cos_sin == nullptr && p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
     return arch::load_vector<Pack>(address_of(p, row, c));

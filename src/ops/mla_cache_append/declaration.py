@@ -23,8 +23,8 @@ mla_cache_append = Operator(
         of a token, name the format. bf16 [.., d] stores the token. Of bytes: (d 576, 656) and (512, 656) are rows of
         DeepSeek-V3.2, (512, 584) of V4, (512, 528) of V4.1, (d, d) has one scale for the whole cache, (d, d + 4) is an
         index key with its scale. A NaN or an infinity gets the code 0x7F and does not count in amax. Rows of kv whose
-        slot or position is out of range are skipped. No other byte of the cache is written. Slots must differ. If two
-        are equal, the slot gets one of the rows as a whole, on the CPU the later row.
+        slot or position is out of range are skipped. No other byte of the cache is written. If several rows have
+        one slot, it gets the last of these rows.
     """,
     arguments=(
         Tensor(
