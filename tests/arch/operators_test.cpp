@@ -507,12 +507,12 @@ const Subject kSubjects[] = {
      {"fp8_many_keys", "fp8_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
      6,
      8},
-    // The same; clusters that select, and whose rows are short of topk.
+    // The same; clusters that select.
     {"paged_lightning_indexer_sm90",
      "emu:sm90",
      cases::paged_lightning_indexer,
      {"fp8_many_keys", "fp8_many_keys_few_left", "fp8_bad_pages_few_left", "fp8_q_len_8", "fp8_h_index_130",
-      "fp8_longest", "fp8_longest_few_left"},
+      "fp8_longest"},
      2,
      15},
     // More rows than a CTA lists at a time, and rows with equal slots.
