@@ -516,8 +516,8 @@ Suite paged_lightning_indexer() {
   Suite suite{"paged_lightning_indexer", {}, {}, {}};
   for (const auto& [name, problem] : problems())
     suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p, false); });
-  leave_to_nightly(suite, {"fp8_longest", "fp8_longest_bad_pages", "fp8_longest_few_left", "fp8_many_keys",
-                           "fp8_many_keys_few_left", "bf16_many_keys_bad_pages"});
+  leave_to_nightly(suite, {"bf16_longest", "bf16_longest_bad_pages", "bf16_longest_few_left", "bf16_many_keys",
+                           "bf16_many_keys_bad_pages", "bf16_many_keys_few_left", "fp8_longest_few_left"});
   const auto shape = [](const char* fp8, const char* b, const char* q_len, const char* context) {
     return Settings{{"fp8", fp8},      {"b", b},           {"q_len", q_len}, {"context", context},
                     {"h_index", "64"}, {"d_index", "128"}, {"topk", "2048"}};

@@ -531,9 +531,17 @@ const Subject kSubjects[] = {
     {"paged_lightning_indexer",
      "emu:sm80",
      cases::paged_lightning_indexer,
-     {"bf16_many_keys", "bf16_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
+     {"fp8_many_keys", "fp8_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
      6,
      8},
+    // The same; clusters that select.
+    {"paged_lightning_indexer_sm90",
+     "emu:sm90",
+     cases::paged_lightning_indexer,
+     {"fp8_many_keys", "fp8_many_keys_few_left", "fp8_bad_pages_few_left", "fp8_q_len_8", "fp8_h_index_130",
+      "fp8_longest"},
+     2,
+     15},
     // More rows than a CTA lists at a time, and rows with equal slots.
     {"mla_cache_append", "emu:sm80", cases::mla_cache_append, {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
     // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;

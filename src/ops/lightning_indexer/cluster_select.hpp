@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(32 * kWarps) lightning_indexer_select_cluster(
   arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
   const SplitTies threshold = find_threshold<kWarps>(p, s, row, scores);
   if (selects_absent(p, threshold.order)) {
-    arch::syncthreads();  // the warps' counts of the estimate have been read
+    arch::syncthreads();  // kept: orders reads of the estimate's counts; only a case of minutes reaches it
     return write_visible(p, s.guess.of_warp[0], row, {rank, size});
   }
   write_topk(p, s, row, scores, threshold);

@@ -128,8 +128,8 @@ HOPWELL_DEVICE WorkItem first_item(const Params& p, WorkStorage<kWarps>& s) {
   arch::syncthreads();
   int before = up_to_lane - own, total = 0;
   for (int i = 0; i < kWarps; ++i) before += i < warp ? s.of_warp[i] : 0, total += s.of_warp[i];
-  const int64_t cta = arch::block_index(), ctas = arch::grid_size();
-  const int begin = int(total * cta / ctas), stop = int(total * (cta + 1) / ctas);
+  const int cta = arch::block_index(), ctas = arch::grid_size(), whole = total / ctas, rest = total % ctas;
+  const int begin = cta * whole + (cta < rest ? cta : rest), stop = begin + whole + (cta < rest ? 1 : 0);
   if (begin < stop && before <= begin && begin < before + own) {
     WorkItem item{first, begin - before, tile::ceil_div(keys_of(p, first), kKeys), stop - begin};
     while (item.block >= item.count) {
@@ -151,10 +151,10 @@ HOPWELL_DEVICE void advance(const Params& p, WorkItem& item) {
   while (item.count == 0);
 }
 
-// The parameters of lightning_indexer for the queries of an item's sequence.
+// Sets the parameters of lightning_indexer for the queries of an item's sequence.
 template <class T, class Params>
-HOPWELL_DEVICE Params params_of_item(const Params& p, const WorkItem& item) {
-  Params of = p;
+HOPWELL_DEVICE void set_item(Params& of, const Params& p, const WorkItem& item) {
+  of = p;
   const PassQueries queries = queries_of(p, item.sequence);
   of.sequence = p.first_sequence + item.sequence;
   const int64_t weights = of.sequence * p.weights_stride_b * (p.weights_bf16 ? 2 : 4);
@@ -164,7 +164,6 @@ HOPWELL_DEVICE Params params_of_item(const Params& p, const WorkItem& item) {
   of.first_query = queries.first, of.queries = queries.count, of.s_kv = keys_of(p, item.sequence);
   const int groups = tile::ceil_div(queries.count, p.queries_per_tile);
   of.tiles = groups * p.tiles_per_query;
-  return of;
 }
 
 // Sets the parameters of a launch for `count` queries from `first` on, whose scores go to the workspace.

@@ -35,7 +35,8 @@ struct PagedRow : indexer::QueryRow {
 
 HOPWELL_DEVICE PagedRow row_of(const PagedSelectParams& p, int query) {
   const PagedSelection& s = p.positions;
-  const int64_t at = p.first_query + query, b = at / s.q_len, i = at % s.q_len;
+  const uint32_t at = uint32_t(p.first_query) + uint32_t(query), q_len = uint32_t(s.q_len);  // fewer than 2^31 queries
+  const int64_t b = at / q_len, i = at % q_len;
   PagedRow row;
   row.scores = p.scores + query * p.pitch;
   row.indices = p.indices + b * p.indices_stride_b + i * p.indices_stride;

@@ -161,6 +161,7 @@ template <class T>
 HOPWELL_DEVICE void produce_keys(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part) {
   using Config = ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
+  if (arch::lane_index() != 0) return;
   for (int i = 0; i < Config::kKeyTiles; ++i) {
     arch::mbarrier_arrive_expect_tx(s.ring.full[i], Config::kStageBytes);
     for (int panel = 0; panel < Config::kPanels; ++panel)
@@ -169,7 +170,11 @@ HOPWELL_DEVICE void produce_keys(const ScoreParams<T>& p, ScoreStorage<T>& s, co
     arch::mbarrier_arrive(s.ring.full[i]);  // in place of the weights, which keys do not have
   }
 }
-// The row of a query in q's tensor map.
+// q's tensor map, and the row of a query in it.
+template <class T>
+HOPWELL_DEVICE const arch::TensorMap& q_map(const ScoreParams<T>& p) {
+  return p.q;
+}
 HOPWELL_DEVICE int row_in_map(const ScoreTask& p, int query) { return int(p.first_query) + query; }
 
 // The CTA's keys, then every tile of q.
@@ -177,8 +182,8 @@ template <class T, class Params, class Part>
 HOPWELL_DEVICE void produce_tiles(const Params& p, ScoreStorage<T>& s, const Part& part) {
   using Config = ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
-  if (arch::lane_index() != 0) return;
   produce_keys(p, s, part);
+  if (arch::lane_index() != 0) return;
   TileCursor at(p, part.tiles.first);
   HOPWELL_NO_UNROLL
   for (; at.tile < part.tiles.end; at.advance(p)) {
@@ -187,10 +192,14 @@ HOPWELL_DEVICE void produce_tiles(const Params& p, ScoreStorage<T>& s, const Par
     arch::mbarrier& full = slot.full();
     arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
     for (int panel = 0; panel < Config::kPanels; ++panel)
-      arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes, p.q,
+      arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes, q_map(p),
                         {kColumns * panel, at.head_tile * kHeadTile, row_in_map(p, at.query)}, full);
   }
 }
+
+// Called before a warp waits for the slots of a part's weights.
+template <class T>
+HOPWELL_DEVICE void follow_ring(ScoreStorage<T>& /*s*/, const ScorePart& /*part*/) {}
 
 // Weights of every third tile from `first` on, and the visible keys of its queries. A load takes as long as a tile.
 template <bool kMasked, class T, class Params, class Part>
@@ -202,6 +211,7 @@ HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const P
   };
   advance(first);
   TileWeights next = load_tile_weights<kMasked, T>(p, at);
+  follow_ring(s, part);
   HOPWELL_NO_UNROLL
   while (at.tile < part.tiles.end) {
     const ScoreSlot<T> slot = at.slot(s, part);

@@ -1,0 +1,239 @@
+// paged_lightning_indexer for Hopper: list of kernels.
+//
+//     paged_lightning_indexer_score_sm90    scores of some queries and their keys, to the workspace; fp8 only
+//     lightning_indexer_select_cluster      the best positions of each query, for few queries with long rows
+//     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
+//     lightning_indexer_select              … for shorter rows, and rows too long for the others
+//
+// The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate outside of
+// the cache, for which the engine writes zeros and reads nothing.
+#include "ops/lightning_indexer/cluster_select.hpp"
+#include "ops/lightning_indexer/sm90/score.hpp"
+#include "ops/paged_lightning_indexer/score_work.hpp"
+#include "ops/paged_lightning_indexer/select.hpp"
+
+namespace hopwell::ops::paged_lightning_indexer::HOPWELL_TARGET {
+
+using SequenceTask = PagedScoreParams<indexer::ScoreTask>;
+
+template <class T>
+struct Sm90Params {
+  SequenceTask task;
+  arch::TensorMap q, k;  // q as of lightning_indexer; keys [blocks, block, d_index] in boxes of box_rows rows
+  int box_rows;
+};
+
+struct PagedPart : indexer::ScorePart {
+  uint32_t slot;  // of the ring: its first key tile
+};
+HOPWELL_DEVICE uint32_t first_slot(const PagedPart& part) { return part.slot; }
+
+// A work item as the producer of tiles describes it to all warps, in shared memory to save registers.
+template <class T>
+struct Sm90Item : SequenceTask {
+  const Sm90Params<T>* launch;
+  PagedPart part;
+  bool is_last;  // of this CTA
+};
+
+template <class T>
+HOPWELL_DEVICE const arch::TensorMap& q_map(const Sm90Item<T>& p) {
+  return p.launch->q;
+}
+template <class T>
+HOPWELL_DEVICE int row_in_map(const Sm90Item<T>& p, int query) {
+  return int(p.sequence * p.positions.q_len + p.first_query) + query;
+}
+
+// Lane i loads key tile i, so that the loads of their pages overlap.
+template <class T>
+HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part) {
+  using Config = indexer::ScoreConfig<T>;
+  constexpr int kColumns = 128 / sizeof(T);  // of a panel
+  const int lane = arch::lane_index(), first = part.first_key + Config::kRows * lane;
+  if (lane >= Config::kKeyTiles) return;
+  CachePage page = page_of(p, first, first < p.s_kv);
+  const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(lane));
+  slot.wait_empty();
+  arch::mbarrier& full = slot.full();
+  arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
+  const Sm90Params<T>& launch = *p.launch;
+  HOPWELL_NO_UNROLL
+  for (int row = 0; row < Config::kRows; row += launch.box_rows) {
+    if (row > 0) page = page_of(p, first + row, first + row < p.s_kv);
+    for (int panel = 0; panel < Config::kPanels; ++panel)
+      arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, launch.k,
+                        {kColumns * panel, page.row, page.exists ? page.number : int(p.positions.blocks)}, full);
+  }
+  arch::mbarrier_arrive(full);  // in place of the weights, which keys do not have
+}
+
+// A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
+// because a barrier tells only two rounds apart.
+template <class T>
+HOPWELL_DEVICE void follow_ring(indexer::ScoreStorage<T>& s, const PagedPart& part) {
+  using Config = indexer::ScoreConfig<T>;
+  static_assert(Config::kStages >= Config::kKeyTiles + 2);
+  const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(Config::kKeyTiles) - 1);
+  slot.wait_empty();  // kept: see above
+}
+
+constexpr int kItems = 2;  // of the ring of items
+template <class T>
+struct Sm90Storage : indexer::ScoreStorage<T> {
+  static constexpr int kWarps = indexer::ScoreConfig<T>::kThreads / 32;
+  WorkStorage<kWarps> work;
+  Sm90Item<T> items[kItems];
+  tile::RingBarriers<kItems> item_ring;  // full: the producer of tiles has written an item; empty: all others are done
+};
+
+// The producer of tiles.
+template <class T>
+HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
+  using Config = indexer::ScoreConfig<T>;
+  uint32_t slot = 0;
+  WorkItem work = s.work.item;
+  HOPWELL_NO_UNROLL
+  for (int n = 0;; ++n) {
+    const tile::RingSlot<kItems> at(s.item_ring, n);
+    Sm90Item<T>& item = s.items[n % kItems];
+    if (arch::lane_index() == 0) {
+      if (n > 0) advance<Config::kKeys>(p.task, work);
+      at.wait_empty();
+      set_item<T>(static_cast<SequenceTask&>(item), p.task, work);
+      item.launch = &p, item.is_last = work.left == 1;
+      item.part.first_key = work.block * Config::kKeys, item.part.tiles = {0, item.tiles}, item.part.slot = slot;
+    }
+    at.commit();
+    indexer::produce_tiles<T>(item, s, item.part);
+    if (item.is_last) return;
+    slot += uint32_t(Config::kKeyTiles + item.tiles);
+  }
+}
+
+// Calls run(item) for the items of this CTA, one after another.
+template <class T, class Run>
+HOPWELL_DEVICE void for_each_item(Sm90Storage<T>& s, Run run) {
+  HOPWELL_NO_UNROLL
+  for (int n = 0;; ++n) {
+    const tile::RingSlot<kItems> at(s.item_ring, n);
+    at.wait_full();
+    const Sm90Item<T>& item = s.items[n % kItems];
+    run(item);
+    const bool is_last = item.is_last;
+    at.release();
+    if (is_last) return;
+  }
+}
+
+// kHeads: see query_tiles in lightning_indexer/sm90/score.hpp.
+template <int kHeads, bool kRelu, class T>
+__global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
+    paged_lightning_indexer_score_sm90(const __grid_constant__ Sm90Params<T> p) {
+#if HOPWELL_HAS_SM90A
+  using Config = indexer::ScoreConfig<T>;
+  auto& s = arch::dynamic_smem<Sm90Storage<T>>();
+  if (arch::thread_index() == 0) {
+    s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
+    s.item_ring.init(1, Sm90Storage<T>::kWarps - 1);
+    arch::fence_mbarrier_init();
+  }
+  if (first_item<Config::kKeys>(p.task, s.work).left == 0) return;
+  const int group = arch::warpgroup_index(), warp = arch::warp_index();
+  if (group < Config::kGroups) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    const indexer::Turn<T> turn(group);
+    for_each_item(s, [&](const Sm90Item<T>& item) {
+      indexer::score_tiles<kHeads, true, kRelu, T>(item, s, item.part, group, turn);
+    });
+  } else {
+    arch::setmaxnreg_dec<Config::kOtherRegisters>();
+    if (warp == 4 * Config::kGroups) return produce_items(p, s);
+    for_each_item(s, [&](const Sm90Item<T>& item) {
+      indexer::produce_weights<true, T>(item, s, item.part, warp - 4 * Config::kGroups - 1);
+    });
+  }
+#endif
+}
+
+namespace {
+
+// [b, q_len, h, d] as [b · q_len, h, d], if its queries have one distance.
+std::optional<View> as_queries(const View& view) {
+  const std::int64_t b = view.shape[0], q_len = view.shape[1];
+  if (b > 1 && q_len > 1 && view.stride[0] != q_len * view.stride[1]) return std::nullopt;
+  const std::int64_t stride = q_len > 1 ? view.stride[1] : view.stride[0];
+  View queries = view.squeezed(1);
+  queries.shape[0] = b * q_len, queries.stride[0] = stride;
+  return queries;
+}
+
+// The keys as [blocks, block, d_index].
+View keys_of(const Problem& p) {
+  View keys;
+  keys.data = p.cache.data, keys.dtype = p.q.dtype, keys.ndim = 3, keys.present = true;
+  keys.shape = {p.cache.blocks, p.cache.block, p.d_index};
+  const auto size = static_cast<std::int64_t>(size_of(p.q.dtype));
+  keys.stride = {p.cache.stride / size, p.d_index, 1};
+  return keys;
+}
+
+// Rows of a box: the largest power of two up to 64 that divides a block.
+std::uint32_t box_rows(std::int64_t block) {
+  return static_cast<std::uint32_t>(std::min<std::int64_t>(block & -block, 64));
+}
+
+runtime::PlanOr<Plan> plan(const Problem& p) {
+  using runtime::Unsupported;
+  // The producers of the kernel for bfloat16 have 32 registers, too few to describe items.
+  if (p.q.dtype != DType::kFloat8E4m3) return Unsupported{"needs q_index of float8_e4m3fn"};
+  const auto q = as_queries(p.q);
+  if (!q) return Unsupported{"needs q_index with equal distances between all queries"};
+  if (!tile::can_map(*q, {0, 1})) return Unsupported{"needs rows of q_index 16-byte aligned, with positive strides"};
+  if (p.cache.block % 8 != 0) return Unsupported{"needs a block that is a multiple of 8"};
+  if (p.cache.blocks == 0) return Unsupported{"needs a cache with blocks"};
+  if (!tile::can_map(keys_of(p), {0, 1}))
+    return Unsupported{"needs blocks and rows of cache 16-byte aligned, with positive strides"};
+  return plan_of(p);
+}
+
+template <class T>
+void launch_score(const Problem& problem, const Plan& plan, void* workspace, std::int64_t first, std::int64_t count,
+                  Stream stream) {
+  using Config = indexer::ScoreConfig<T>;
+  Sm90Params<T> p{};
+  const unpaged::ScorePlan score = unpaged::plan_wgmma_score(plan.problem, count, Config::kKeys);
+  set_params(p.task, problem, plan.problem, score, workspace, first, count);
+  constexpr auto kColumns = static_cast<std::uint32_t>(128 / sizeof(T));
+  p.q = tile::map_of(*as_queries(problem.q),
+                     {{2, kColumns},
+                      {1, static_cast<std::uint32_t>(score.queries.padded_heads)},
+                      {0, static_cast<std::uint32_t>(score.queries.queries_per_tile)}},
+                     arch::Swizzle::bytes128);
+  const std::uint32_t rows = box_rows(problem.cache.block);
+  p.k = tile::map_of(keys_of(problem), {{2, kColumns}, {1, rows}, {0, 1}}, arch::Swizzle::bytes128);
+  p.box_rows = static_cast<int>(rows);
+  // Without relu, which is rare, only the variant for any h_index is compiled.
+  const auto kernel = !problem.relu                            ? paged_lightning_indexer_score_sm90<0, false, T>
+                      : problem.h_index == 64                  ? paged_lightning_indexer_score_sm90<64, true, T>
+                      : problem.h_index == 32                  ? paged_lightning_indexer_score_sm90<32, true, T>
+                      : problem.h_index % tile::kHeadTile == 0 ? paged_lightning_indexer_score_sm90<128, true, T>
+                                                               : paged_lightning_indexer_score_sm90<0, true, T>;
+  const std::int64_t ctas = ctas_of(problem, plan.problem, count, Config::kKeys, problem.device.sms);
+  runtime::launch(kName, kernel, runtime::shape_of_ctas(ctas, Config::kThreads, sizeof(Sm90Storage<T>)), stream, p);
+}
+
+void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  for_each_pass(plan, [&](std::int64_t first, std::int64_t count) {
+    if (plan.problem.s_kv > 0 && problem.topk > 0)
+      launch_score<arch::e4m3>(problem, plan, workspace, first, count, stream);
+    indexer::launch_cluster_select(kName, plan.problem, count, stream, [&](const unpaged::SelectPlan& select) {
+      return select_params(problem, plan, workspace, first, select);
+    });
+  });
+}
+
+const runtime::Registration backend{runtime::kBackend, plan, launch};
+
+}  // namespace
+}  // namespace hopwell::ops::paged_lightning_indexer::HOPWELL_TARGET
