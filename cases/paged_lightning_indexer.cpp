@@ -121,9 +121,10 @@ void fill_positions(Instance& instance, Random& random, Inputs& in) {
   const std::int64_t bad[] = {-1, p.blocks, INT_MAX, INT_MIN};
   for (std::int64_t j = 0; j < in.block_tables->size(); ++j) {
     const bool is_bad = p.pages == Paged::Pages::kAllBad || (p.pages == Paged::Pages::kBad && j % 5 == 3);
-    const std::int64_t page =
-        p.pages == Paged::Pages::kShared ? random.below(p.blocks) : order[static_cast<std::size_t>(j) % order.size()];
-    in.block_tables->set(j, static_cast<double>(is_bad || p.blocks == 0 ? bad[random.below(4)] : page));
+    const std::int64_t page = is_bad || p.blocks == 0            ? bad[random.below(4)]
+                              : p.pages == Paged::Pages::kShared ? random.below(p.blocks)
+                                                                 : order[static_cast<std::size_t>(j) % order.size()];
+    in.block_tables->set(j, static_cast<double>(page));
   }
   const std::int64_t most = p.max_blocks * p.block;
   const bool per_query = p.lens == Paged::Lens::kQuery;

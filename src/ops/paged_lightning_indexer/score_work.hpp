@@ -128,8 +128,8 @@ HOPWELL_DEVICE WorkItem first_item(const Params& p, WorkStorage<kWarps>& s) {
   arch::syncthreads();
   int before = up_to_lane - own, total = 0;
   for (int i = 0; i < kWarps; ++i) before += i < warp ? s.of_warp[i] : 0, total += s.of_warp[i];
-  const int cta = arch::block_index(), ctas = arch::grid_size(), whole = total / ctas, rest = total % ctas;
-  const int begin = cta * whole + (cta < rest ? cta : rest), stop = begin + whole + (cta < rest ? 1 : 0);
+  const int64_t cta = arch::block_index(), ctas = arch::grid_size();
+  const int begin = int(total * cta / ctas), stop = int(total * (cta + 1) / ctas);
   if (begin < stop && before <= begin && begin < before + own) {
     WorkItem item{first, begin - before, tile::ceil_div(keys_of(p, first), kKeys), stop - begin};
     while (item.block >= item.count) {
@@ -164,6 +164,12 @@ HOPWELL_DEVICE void set_item(Params& of, const Params& p, const WorkItem& item) 
   of.first_query = queries.first, of.queries = queries.count, of.s_kv = keys_of(p, item.sequence);
   const int groups = tile::ceil_div(queries.count, p.queries_per_tile);
   of.tiles = groups * p.tiles_per_query;
+}
+template <class T, class Params>
+HOPWELL_DEVICE Params params_of_item(const Params& p, const WorkItem& item) {
+  Params of;
+  set_item<T>(of, p, item);
+  return of;
 }
 
 // Sets the parameters of a launch for `count` queries from `first` on, whose scores go to the workspace.

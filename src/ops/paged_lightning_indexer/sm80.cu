@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, sizeof(T) == 1 ? 2 : 1)
   auto& s = arch::dynamic_smem<Sm80Storage<T>>();
   HOPWELL_NO_UNROLL
   for (WorkItem item = first_item<kKeys>(p, s.work); item.left > 0; advance<kKeys>(p, item)) {
-    Sm80Params<T> of;
-    set_item<T>(of, p, item);
+    Sm80Params<T> of = params_of_item<T>(p, item);
     of.q.data += of.sequence * p.q_stride_b;
     indexer::score_part<kWhole, kRelu, T>(of, static_cast<indexer::ScoreStorage<T>&>(s),
                                           {item.block * kKeys, {0, of.tiles}});

@@ -45,15 +45,11 @@ HOPWELL_DEVICE int row_in_map(const Sm90Item<T>& p, int query) {
   return int(p.sequence * p.positions.q_len + p.first_query) + query;
 }
 
-// Lane i loads key tile i, so that the loads of their pages overlap.
+// Copies a key tile, whose first row is on `page`. Executed by one lane.
 template <class T>
-HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part) {
+HOPWELL_DEVICE void copy_keys(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, int first, CachePage page) {
   using Config = indexer::ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
-  const int lane = arch::lane_index(), first = part.first_key + Config::kRows * lane;
-  if (lane >= Config::kKeyTiles) return;
-  CachePage page = page_of(p, first, first < p.s_kv);
-  const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(lane));
   slot.wait_empty();
   arch::mbarrier& full = slot.full();
   arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
@@ -66,6 +62,19 @@ HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>&
                         {kColumns * panel, page.row, page.exists ? page.number : int(p.positions.blocks)}, full);
   }
   arch::mbarrier_arrive(full);  // in place of the weights, which keys do not have
+}
+
+// Lane i has key tile i, so that the loads of their pages overlap. One lane after another copies its tile.
+template <class T>
+HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part) {
+  using Config = indexer::ScoreConfig<T>;
+  const int lane = arch::lane_index(), first = part.first_key + Config::kRows * lane;
+  const CachePage page = page_of(p, first, lane < Config::kKeyTiles && first < p.s_kv);
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; tile < Config::kKeyTiles; ++tile) {
+    if (lane == tile) copy_keys(p, indexer::ScoreSlot<T>(s, part.slot + uint32_t(tile)), first, page);
+    arch::syncwarp();
+  }
 }
 
 // A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
