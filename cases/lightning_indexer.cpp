@@ -409,6 +409,11 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"longest_row", {.s_q = 17, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
       {"longest_row_exact",
        {.s_q = 2, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      // Rows of three parts, the last of them shorter than topk.
+      {"row_in_parts", {.s_q = 2, .s_kv = 262'400, .h_index = 1, .d_index = 8, .topk = 300, .stable_sort = true}},
+      {"row_in_parts_exact",
+       {.s_q = 2, .s_kv = 262'400, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      {"row_in_parts_ranges", {.s_q = 12, .s_kv = 262'400, .h_index = 1, .d_index = 8, .topk = 300, .ranges = true}},
       {"longest_row_one_query", {.s_q = 1, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
       // More rows than SMs, and more entries than fit in one list.
       {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
@@ -975,7 +980,8 @@ Suite suite_of(const char* op, const std::vector<std::pair<std::string, Indexer>
 Suite lightning_indexer() {
   Suite suite = suite_of("lightning_indexer", forward_problems(), make_forward);
   suite.shapes.emplace_back("prefill_fp8", shape("512", "8192", "float8_e4m3fn"));
-  leave_to_nightly(suite, {"queries_70000", "fp8_many_queries", "no_relu_h_index_192", "no_relu_fp8_h_index_128"});
+  leave_to_nightly(suite, {"row_in_parts", "row_in_parts_exact", "row_in_parts_ranges", "queries_70000",
+                           "fp8_many_queries", "no_relu_h_index_192", "no_relu_fp8_h_index_128"});
   return suite;
 }
 Suite lightning_indexer_backward() {

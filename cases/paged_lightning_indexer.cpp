@@ -486,6 +486,13 @@ Problems problems() {
     add_case("_longest_bad_pages", with_topk(longest, 300));
     longest.data = Data::kNormal, longest.pages = Pages::kGood, longest.q_len = 2;
     add_case("_longest", with_topk(longest, 300));
+    // Rows of three parts: with every fifth page bad, and with no page.
+    longest.q_len = 1, longest.blocks = 2, longest.max_blocks = 4200, longest.pages = Pages::kBad;
+    add_case("_in_parts", with_topk(longest, 300));
+    longest.slots = true;
+    add_case("_in_parts_slots", with_topk(longest, 300));
+    longest.pages = Pages::kAllBad;
+    add_case("_in_parts_all_pages_bad", with_topk(longest, 300));
     add_case("_production",
              {.b = 2, .q_len = 2, .h_index = 64, .topk = 512, .blocks = 30, .block = 64, .max_blocks = 12});
     for (const std::int64_t h : {1, 5, 8, 32, 33, 64, 130})
@@ -518,7 +525,9 @@ Suite paged_lightning_indexer() {
   for (const auto& [name, problem] : problems())
     suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p, false); });
   leave_to_nightly(suite, {"bf16_longest", "bf16_longest_bad_pages", "bf16_longest_few_left", "bf16_many_keys",
-                           "bf16_many_keys_bad_pages", "bf16_many_keys_few_left", "fp8_longest_few_left"});
+                           "bf16_many_keys_bad_pages", "bf16_many_keys_few_left", "fp8_longest_few_left",
+                           "fp8_in_parts", "bf16_in_parts", "fp8_in_parts_slots", "bf16_in_parts_slots",
+                           "fp8_in_parts_all_pages_bad", "bf16_in_parts_all_pages_bad"});
   const auto shape = [](const char* fp8, const char* b, const char* q_len, const char* context) {
     return Settings{{"fp8", fp8},      {"b", b},           {"q_len", q_len}, {"context", context},
                     {"h_index", "64"}, {"d_index", "128"}, {"topk", "2048"}};

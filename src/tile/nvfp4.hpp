@@ -34,12 +34,12 @@ constexpr float decode_e4m3(std::uint8_t bits) {
 
 // The e4m3 number nearest to x >= 0, ties to even; 448 for larger x.
 constexpr std::uint8_t encode_e4m3(float x) {
-  if (!(x < kScaleMax)) return kScaleMaxBits;
-  if (x < 0x1p-6F)
-    return static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(x + 0x1p14F) -
-                                     0x46800000U);  // the FPU rounds at 2^-9
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - (120U << 23);
-  return static_cast<std::uint8_t>((bits + 0x7FFFFU + ((bits >> 20) & 1U)) >> 20);
+  constexpr std::uint32_t kMost = std::bit_cast<std::uint32_t>(kScaleMax), kLeastNormal = 0x3C800000;
+  const std::uint32_t of_x = std::bit_cast<std::uint32_t>(x), bits = of_x < kMost ? of_x : kMost;  // a NaN is larger
+  const std::uint32_t normal = (bits - (120U << 23) + 0x7FFFFU + ((bits >> 20) & 1U)) >> 20;
+  // The FPU rounds at 2^-9.
+  const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(bits) + 0x1p14F) - 0x46800000U;
+  return static_cast<std::uint8_t>(bits < kLeastNormal ? subnormal : normal);
 }
 
 // Tiles of 128 rows x 4 scales, 512 bytes each. The tiles of the same 128 rows are consecutive.

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWarps) lightning_indexer_select_cluster(
     return write_visible(p, s.guess.of_warp[0], row, {rank, size});
   }
   write_topk(p, s, row, scores, threshold);
-  if (rank == 0) note_full(p, row);
+  if (rank == 0) note_count(p, row, p.topk);
 #endif
 }
 

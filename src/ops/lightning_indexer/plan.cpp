@@ -2,6 +2,7 @@
 
 #include <bit>
 
+#include "runtime/workspace.hpp"
 #include "tile/ceil_div.hpp"
 
 namespace hopwell::ops::lightning_indexer {
@@ -36,7 +37,24 @@ ScorePlan plan_score(const Problem& p, std::int64_t queries, std::int64_t keys_p
 Plan plan_of(const Problem& p) {
   constexpr std::int64_t kFloats = 1 << 24, kLeast = 32;  // 64 MiB of scores
   const std::int64_t together = std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));
-  return {together, p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(together * p.s_kv)};
+  return plan_for(p, together);
+}
+
+Plan plan_for(const Problem& p, std::int64_t together) {
+  Plan plan{.queries_at_a_time = together};
+  if (p.topk == 0) return plan;
+  const std::int64_t scores = together * p.s_kv * static_cast<std::int64_t>(sizeof(float));
+  plan.workspace_bytes = static_cast<std::size_t>(scores);
+  const std::int64_t parts = ceil_div(p.s_kv, std::int64_t{kKeysOfPart});
+  if (p.s_kv <= kMostSampledKeys || 2 * parts * p.topk > p.s_kv) return plan;
+  const std::int64_t candidates = together * parts * p.topk;
+  runtime::WorkspaceLayout layout;
+  layout.reserve(scores);
+  plan.parts = to_int(parts);
+  plan.candidates = layout.reserve(candidates * static_cast<std::int64_t>(sizeof(int)));
+  plan.candidate_scores = layout.reserve(candidates * static_cast<std::int64_t>(sizeof(float)));
+  plan.workspace_bytes = layout.bytes;
+  return plan;
 }
 
 ScorePlan plan_mma_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta) {

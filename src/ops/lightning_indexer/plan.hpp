@@ -12,11 +12,16 @@ inline bool masked(const Problem& p) {
   return p.visibility.k_start != nullptr || p.visibility.q_positions != nullptr || p.visibility.has_q_start;
 }
 
-// The workspace holds the scores of this many queries. The kernels run for them, then for the next ones.
+// The workspace holds the scores of this many queries. The kernels run for them, then for the next ones. Long rows are
+// selected in parts, and the workspace holds the candidates of each part: see long_select.hpp.
 struct Plan {
-  std::int64_t queries_at_a_time;
-  std::size_t workspace_bytes;
+  std::int64_t queries_at_a_time = 0;
+  int parts = 1;
+  std::size_t candidates = 0, candidate_scores = 0;  // offsets in the workspace
+  std::size_t workspace_bytes = 0;
 };
+// For scores of `together` queries.
+Plan plan_for(const Problem& p, std::int64_t together);
 Plan plan_of(const Problem& p);
 // Calls run(first query, number of queries) for one group of queries after another.
 template <class Run>
@@ -75,6 +80,7 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries);
 // Selection with an estimate from a sample of the row. warps 0: the row is too short or too long for it.
 inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledBucketBits = 12;
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries);
+inline constexpr int kKeysOfPart = 131'072;
 // Selection by a cluster whose warps hold the row in registers. cluster 0: a single CTA is at least as fast, because
 // the row is short or the clusters would run in several waves; or the row is too long.
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries);

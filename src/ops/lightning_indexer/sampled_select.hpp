@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
   if (row.visible <= p.topk) return write_visible(p, arch::dynamic_smem<SelectStorage>().of_warp, row);
   const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
   if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row))
-    return note_full(p, row);
+    return note_count(p, row, p.topk);
   if (long_enough) arch::syncthreads();  // the shared memory of the estimate has been read
   select_row(p, arch::dynamic_smem<SelectStorage>(), row);
 }

@@ -54,7 +54,8 @@ struct QueryRow {
   const float* scores;  // of the visible keys
   int* indices;
   float* top_scores;
-  int first_key, visible;  // first visible key; number of visible keys
+  int first_key, visible;       // first visible key; number of visible keys
+  float past_last = -INFINITY;  // the score of entries after the last key
 
   // The index that is written for a visible key.
   [[nodiscard]] HOPWELL_DEVICE int index(int key) const { return first_key + key; }
@@ -71,19 +72,45 @@ struct RowCtas {
   int rank = 0, count = 1;
 };
 // Writes a row that sees at most topk keys. Executed by all threads. The three functions have overloads for the
-// parameters of paged_lightning_indexer.
+// parameters of paged_lightning_indexer and of long rows.
 HOPWELL_DEVICE void write_visible(const SelectParams& p, int* /*of_warp*/, const QueryRow& row,
                                   const RowCtas& ctas = {}) {
   const int threads = 32 * p.warps;
   for (int i = ctas.rank * threads + arch::thread_index(); i < p.topk; i += threads * ctas.count) {
     row.indices[i] = i < row.visible ? row.first_key + i : -1;
-    if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
+    if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : row.past_last;
   }
 }
 // Whether a threshold selects keys that do not exist.
 HOPWELL_DEVICE bool selects_absent(const SelectParams& /*p*/, uint32_t /*order*/) { return false; }
-// Notes that a row selects topk keys.
-HOPWELL_DEVICE void note_full(const SelectParams& /*p*/, const QueryRow& /*row*/) {}
+// Notes how many keys a row selects. Executed by all threads.
+HOPWELL_DEVICE void note_count(const SelectParams& /*p*/, const QueryRow& /*row*/, int /*count*/) {}
+
+// Writes the keys of a row that exist, at most topk. Returns their number. Executed by all threads.
+template <class Row>
+HOPWELL_DEVICE int write_existing(const SelectParams& p, int* of_warp, const Row& row) {
+  const int threads = 32 * p.warps, lane = arch::lane_index(), warp = arch::warp_index();
+  int written = 0;
+  for (int first = 0; first < row.visible; first += threads) {
+    const int key = first + arch::thread_index();
+    const bool exists = key < row.visible && row.exists(key);
+    const uint32_t exist = arch::ballot(exists);
+    if (lane == 0) of_warp[warp] = std::popcount(exist);
+    arch::syncthreads();
+    int at = written + std::popcount(exist & ((1U << lane) - 1));
+    for (int i = 0; i < p.warps; ++i) at += i < warp ? of_warp[i] : 0, written += of_warp[i];
+    if (exists && at < p.topk) {
+      row.indices[at] = row.index(key);
+      if (row.top_scores) row.top_scores[at] = row.scores[key];
+    }
+    arch::syncthreads();  // the sums have been read
+  }
+  for (int i = written + arch::thread_index(); i < p.topk; i += threads) {
+    row.indices[i] = -1;
+    if (row.top_scores) row.top_scores[i] = row.past_last;
+  }
+  return written;
+}
 
 // Sortable key of a float: integers in the order of the floats.
 HOPWELL_DEVICE uint32_t sortable_key(float x) {
@@ -286,7 +313,7 @@ HOPWELL_DEVICE void select_row(const Params& p, SelectStorage& s, const Row& row
   const Threshold threshold = find_threshold(p, s, row);
   if (selects_absent(p, threshold.order)) return write_visible(p, s.of_warp, row);
   write_topk(p, s, row, threshold);
-  note_full(p, row);
+  note_count(p, row, p.topk);
 }
 
 template <class Params>

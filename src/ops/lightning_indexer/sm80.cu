@@ -2,7 +2,9 @@
 //
 //     lightning_indexer_score_sm80    scores of some queries and all keys, to the workspace    sm80/score.hpp
 //     lightning_indexer_select        the best keys of each query; then the next queries       select.hpp
-#include "ops/lightning_indexer/select.hpp"
+//
+// The selection runs twice for very long rows: see long_select.hpp.
+#include "ops/lightning_indexer/long_select.hpp"
 #include "ops/lightning_indexer/sm80/score.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -21,8 +23,10 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
                                                                  : launch_score<float>;
       score(problem, workspace, first, count, stream);
     }
-    launch_select(kName, problem, count, stream,
-                  [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); });
+    select_in_rounds(
+        problem, plan, workspace, count,
+        [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); },
+        [&](const Problem& of, std::int64_t rows, auto params) { launch_select(kName, of, rows, stream, params); });
   });
 }
 

@@ -3,11 +3,12 @@
 //     lightning_indexer_score_sm90        scores of some queries and all keys
 //     lightning_indexer_select_cluster    the best keys of each query, for few queries with long rows
 //     lightning_indexer_select_sampled    … for other rows of at least 4,096 keys
-//     lightning_indexer_select            … for shorter rows, and rows too long for the others
+//     lightning_indexer_select            … for shorter rows
 //
 // The four run again for the next queries. Their files are sm90/score.hpp, cluster_select.hpp, sampled_select.hpp and
-// select.hpp.
+// select.hpp. The selection runs twice for very long rows: see long_select.hpp.
 #include "ops/lightning_indexer/cluster_select.hpp"
+#include "ops/lightning_indexer/long_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -26,8 +27,12 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   for_each_pass(problem, plan, [&](std::int64_t first, std::int64_t count) {
     const auto score = problem.q.dtype == DType::kBFloat16 ? launch_score<arch::bf16> : launch_score<arch::e4m3>;
     if (problem.s_kv > 0) score(problem, workspace, first, count, stream);
-    launch_cluster_select(kName, problem, count, stream,
-                          [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); });
+    select_in_rounds(
+        problem, plan, workspace, count,
+        [&](const SelectPlan& select) { return select_params(problem, workspace, first, select); },
+        [&](const Problem& of, std::int64_t rows, auto params) {
+          launch_cluster_select(kName, of, rows, stream, params);
+        });
   });
 }
 

@@ -158,7 +158,7 @@ HOPWELL_DEVICE Columns load_columns(const Params& p, int64_t row, int c) {
 }
 
 // Column c of a row after its rotation, rounded to bf16.
-HOPWELL_DEVICE float rotated(const Params& p, int64_t row, int c, float x) {
+HOPWELL_NO_INLINE float rotated(const Params& p, int64_t row, int c, float x) {
   const int at = c - p.rope_first, half = p.rope_columns / 2;
   if (at < 0 || at >= p.rope_columns) return x;
   const bool is_second = p.interleaved ? at % 2 != 0 : at >= half;
@@ -185,9 +185,19 @@ HOPWELL_DEVICE float max_of_group(float x, int lanes) {
 }
 
 // The scale of a lane's columns. The first lane of a group of codes stores the scale of the group.
-HOPWELL_DEVICE float store_scale(const Params& p, const Columns& columns, int c, uint8_t* scales) {
+struct GroupScale {
+  float scale;
+  bool usual;  // the quotients of the lane's columns need no special cases
+};
+HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns& columns, int c, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
-  if (f.tile == 0) return p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
+  bool finite = true;
+  HOPWELL_UNROLL
+  for (const float x : columns.x) finite = finite && is_finite(x);
+  if (f.tile == 0) {
+    const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
+    return {scale, finite && scale >= 0x1p-60F && scale <= 0x1p60F};
+  }
   float amax = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kColumns; ++i) amax = fmaxf(amax, finite_magnitude(columns.x[i]));
@@ -198,9 +208,34 @@ HOPWELL_DEVICE float store_scale(const Params& p, const Columns& columns, int c,
     else
       scales[c / f.tile] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
   }
-  return scale;
+  return {scale, finite};
 }
 
+// The code of a column, whatever the column and the scale are. Not inline, because it is rare.
+HOPWELL_NO_INLINE uint32_t code_of(float x, float scale) { return code_of_quotient(x, x / scale); }
+
+// The codes of four columns.
+template <class Encode>
+HOPWELL_DEVICE uint32_t codes_of(const Columns& columns, const GroupScale& group, bool is_power) {
+  const float scale = group.scale;
+  uint32_t codes = 0;
+  if (arch::ballot(!group.usual) != 0) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < Config::kColumns; ++i) codes |= code_of(columns.x[i], scale) << 8 * i;
+    return codes;
+  }
+  // The exact quotient: times a power of two, or as corrected by its remainder (Markstein).
+  const float reciprocal = 1 / scale;
+  float quotients[Config::kColumns];
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kColumns; ++i) {
+    const float x = columns.x[i], quotient = x * reciprocal;
+    quotients[i] = is_power ? quotient : fmaf(fmaf(-quotient, scale, x), reciprocal, quotient);
+  }
+  return Encode::codes(quotients);
+}
+
+template <class Encode>
 HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
   constexpr int kStep = 32 * Config::kColumns;
   const mla_cache::Format& f = p.format;
@@ -216,18 +251,7 @@ HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uin
     HOPWELL_UNROLL
     for (int i = 0; i < Config::kAtOnce; ++i) {
       const int c = first + i * kStep + lane * Config::kColumns;
-      const float scale = store_scale(p, columns[i], c, scales);
-      uint32_t codes = 0;
-      if (is_power) {  // a product is as exact as the quotient, and cheaper
-        const float reciprocal = 1 / scale;
-        HOPWELL_UNROLL
-        for (int j = 0; j < Config::kColumns; ++j)
-          codes |= uint32_t{code_of_quotient(columns[i].x[j], columns[i].x[j] * reciprocal)} << 8 * j;
-      } else {
-        HOPWELL_UNROLL
-        for (int j = 0; j < Config::kColumns; ++j)
-          codes |= uint32_t{code_of_quotient(columns[i].x[j], columns[i].x[j] / scale)} << 8 * j;
-      }
+      const uint32_t codes = codes_of<Encode>(columns[i], store_scale(p, columns[i], c, scales), is_power);
       if (c < f.codes) *reinterpret_cast<uint32_t*>(data + c) = codes;
     }
   }
@@ -247,9 +271,10 @@ HOPWELL_DEVICE Pack plain_columns(const Params& p, int64_t row, int c) {
   return pack;
 }
 
+template <class Encode>
 HOPWELL_DEVICE void store_row(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
-  if (f.codes > 0) store_codes(p, row, data, scales);
+  if (f.codes > 0) store_codes<Encode>(p, row, data, scales);
   const int lane = arch::lane_index();
   for (int c = lane * Config::kColumns; c < f.plain; c += 32 * Config::kColumns)
     arch::store_vector(data + f.plain_at + 2 * c, plain_columns(p, row, f.codes + c));
@@ -257,6 +282,7 @@ HOPWELL_DEVICE void store_row(const Params& p, int64_t row, uint8_t* data, uint8
     *reinterpret_cast<uint32_t*>(data + f.data_pitch - f.reserved + byte) = 0;
 }
 
+template <class Encode>
 __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
   const int64_t begin = arch::block_index() * p.rows_of_cta, end = std::min(begin + p.rows_of_cta, p.n);
@@ -269,7 +295,7 @@ __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const 
     arch::syncthreads();
     for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
       if (s.slots[i] >= 0 && s.replaced[i] == 0)
-        store_row(p, first + i, p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
+        store_row<Encode>(p, first + i, p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
     arch::syncthreads();  // the next rows overwrite slots and marks
   }
 }

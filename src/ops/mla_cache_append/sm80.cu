@@ -1,65 +1,19 @@
-// mla_cache_append for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
-#include "ops/mla_cache_append/append.hpp"
-#include "runtime/launch.hpp"
-#include "tile/gpu/views.hpp"
+// mla_cache_append for any NVIDIA GPU from Ampere on. The kernel: append.hpp.
+#include "ops/mla_cache_append/launch.hpp"
 
 namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET {
 namespace {
 
-// The format of a cache that is not quantised.
-mla_cache::Format plain_format(std::int64_t d) {
-  return {.plain = static_cast<int>(d), .data_pitch = static_cast<int>(2 * d)};
-}
+struct Encode {
+  static HOPWELL_DEVICE uint32_t codes(const float (&quotients)[Config::kColumns]) {
+    uint32_t codes = 0;
+    HOPWELL_UNROLL
+    for (int i = 0; i < Config::kColumns; ++i) codes |= uint32_t{code_of_quotient(0, quotients[i])} << 8 * i;
+    return codes;
+  }
+};
 
-bool is_group_of_lanes(int tile) { return tile == 0 || tile == 32 || tile == 64 || tile == 128; }
-
-runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
-  using runtime::Unsupported;
-  if (p.kv.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 kv"};
-  if (!p.format && p.row_type != DType::kBFloat16) return Unsupported{"needs a cache of bfloat16 or of bytes"};
-  if (p.d % 4 != 0 || p.d > 65'536) return Unsupported{"needs d that is a multiple of 4, at most 65536"};
-  if (p.format && !is_group_of_lanes(p.format->tile)) return Unsupported{"needs index keys of width 32, 64 or 128"};
-  const std::int64_t alignment = p.format && p.format->scale_pitch == 4 ? 4 : 16;
-  if (reinterpret_cast<std::uintptr_t>(p.cache.data) % static_cast<std::uintptr_t>(alignment) != 0 ||
-      (p.cache.blocks > 1 && p.cache.stride % alignment != 0))
-    return Unsupported{"needs base and block stride of the cache in multiples of " + std::to_string(alignment) +
-                       " bytes"};
-  if (!p.format && p.d % 4 != 0) return Unsupported{"needs d that is a multiple of 4"};
-  if (!runtime::fit_in_ints({p.n})) return Unsupported{"needs n below 2^31 - 1024"};
-  return runtime::NoPlan{};
-}
-
-Params params_of(const Problem& problem) {
-  Params p{};
-  p.kv = problem.kv.as<const bf16>(), p.k_rope = problem.k_rope.as<const bf16>();
-  p.kv_stride = problem.kv.stride[0], p.k_rope_stride = problem.k_rope ? problem.k_rope.stride[0] : 0;
-  p.cache = problem.cache, p.format = problem.format.value_or(plain_format(problem.d));
-  p.slots = problem.slots;
-  p.kv_scale = problem.kv_scale, p.kv_scale_value = problem.kv_scale_value;
-  p.n = problem.n, p.d = static_cast<int>(problem.d), p.kv_columns = static_cast<int>(problem.kv.shape[1]);
-  p.pow2 = problem.pow2, p.least_exponent = problem.least_exponent;
-  p.aligned = tile::rows_aligned(problem.kv, 1, 8) && (!problem.k_rope || tile::rows_aligned(problem.k_rope, 1, 8)) &&
-              p.kv_columns % 4 == 0;
-  if (!problem.rotation) return p;
-  const Rotation& r = *problem.rotation;
-  p.cos_sin = r.cos_sin.data, p.cos_sin_stride = r.cos_sin.stride[0], p.max_positions = r.cos_sin.shape[0];
-  p.cos_sin_is_bf16 = r.cos_sin.dtype == DType::kBFloat16, p.positions = r.positions;
-  p.rope_first = static_cast<int>(r.first), p.rope_columns = static_cast<int>(r.columns);
-  p.interleaved = r.interleaved;
-  return p;
-}
-
-void launch(const Problem& problem, Stream stream) {
-  if (problem.n == 0 || problem.cache.slots() == 0) return;
-  Params params = params_of(problem);
-  params.rows_of_cta = tile::ceil_div(problem.n, 3 * problem.device.sms);
-  runtime::launch(
-      "mla_cache_append", mla_cache_append_rows,
-      runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage)),
-      stream, params);
-}
-
-const runtime::Registration backend{runtime::kBackend, plan, launch};
+const runtime::Registration backend{runtime::kBackend, plan, launch<Encode>};
 
 }  // namespace
 }  // namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET

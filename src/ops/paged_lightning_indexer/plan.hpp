@@ -14,9 +14,9 @@ namespace hopwell::ops::paged_lightning_indexer {
 namespace unpaged = lightning_indexer;
 
 struct Plan {
-  unpaged::Problem problem;        // s_q = b · q_len queries of at most s_kv keys, without tensors
-  std::int64_t queries_at_a_time;  // the workspace holds their scores
-  std::size_t workspace_bytes;     // at most 256 MiB, or the scores of one query
+  unpaged::Problem problem;  // s_q = b · q_len queries of at most s_kv keys, without tensors
+  unpaged::Plan of;          // scores: at most 256 MiB, or those of one query
+  std::size_t workspace_bytes;
 };
 
 inline runtime::PlanOr<Plan> plan_of(const Problem& p) {
@@ -34,13 +34,14 @@ inline runtime::PlanOr<Plan> plan_of(const Problem& p) {
   if (p.format && !accessible) return Unsupported{"needs base and block stride of cache in multiples of 4 bytes"};
   const std::int64_t keys = std::max<std::int64_t>(f.s_kv, 1);
   const std::int64_t together = std::min(f.s_q, std::max<std::int64_t>(kFloats / keys, 1));
-  return Plan{f, together, p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(together * f.s_kv)};
+  const unpaged::Plan plan = unpaged::plan_for(f, together);
+  return Plan{f, plan, plan.workspace_bytes};
 }
 
 // Calls run(first query, number of queries) for one group of queries after another.
 template <class Run>
 void for_each_pass(const Plan& plan, Run run) {
-  const std::int64_t together = plan.queries_at_a_time, queries = plan.problem.s_q;
+  const std::int64_t together = plan.of.queries_at_a_time, queries = plan.problem.s_q;
   for (std::int64_t first = 0; first < queries; first += together) run(first, std::min(together, queries - first));
 }
 

@@ -4,7 +4,7 @@
 // such positions, topk or fewer positions exist, and all of these are written.
 #pragma once
 
-#include "ops/lightning_indexer/select.hpp"
+#include "ops/lightning_indexer/long_select.hpp"
 #include "ops/paged_lightning_indexer/plan.hpp"
 
 namespace hopwell::ops::paged_lightning_indexer::HOPWELL_TARGET {
@@ -25,12 +25,13 @@ struct PagedRow : indexer::QueryRow {
   bool slots;
   int* length;
 
-  /// The slot of a visible position, or -1.
-  [[nodiscard]] HOPWELL_DEVICE int slot(int position) const {
-    const int number = position / block, page = table[number];
+  /// The slot of a visible key, or -1.
+  [[nodiscard]] HOPWELL_DEVICE int slot(int key) const {
+    const int position = first_key + key, number = position / block, page = table[number];
     return uint32_t(page) < uint32_t(blocks) ? page * block + position - number * block : -1;
   }
-  [[nodiscard]] HOPWELL_DEVICE int index(int position) const { return slots ? slot(position) : position; }
+  [[nodiscard]] HOPWELL_DEVICE bool exists(int key) const { return slot(key) >= 0; }
+  [[nodiscard]] HOPWELL_DEVICE int index(int key) const { return slots ? slot(key) : first_key + key; }
 };
 
 HOPWELL_DEVICE PagedRow row_of(const PagedSelectParams& p, int query) {
@@ -48,39 +49,18 @@ HOPWELL_DEVICE PagedRow row_of(const PagedSelectParams& p, int query) {
   return row;
 }
 
-// Writes all positions that exist, at most topk. Executed by all threads.
+HOPWELL_DEVICE void forget_length(PagedRow& row) { row.length = nullptr; }
+HOPWELL_DEVICE void note_count(const PagedSelectParams& /*p*/, const PagedRow& row, int count) {
+  if (row.length && arch::thread_index() == 0) *row.length = count;
+}
 HOPWELL_DEVICE void write_visible(const PagedSelectParams& p, int* of_warp, const PagedRow& row,
                                   const indexer::RowCtas& ctas = {}) {
-  if (ctas.rank > 0) return;
-  const int threads = 32 * p.warps, lane = arch::lane_index(), warp = arch::warp_index();
-  int written = 0;
-  for (int first = 0; first < row.visible; first += threads) {
-    const int position = first + arch::thread_index(), slot = position < row.visible ? row.slot(position) : -1;
-    const uint32_t exist = arch::ballot(slot >= 0);
-    if (lane == 0) of_warp[warp] = std::popcount(exist);
-    arch::syncthreads();
-    int at = written + std::popcount(exist & ((1U << lane) - 1));
-    for (int i = 0; i < p.warps; ++i) at += i < warp ? of_warp[i] : 0, written += of_warp[i];
-    if (slot >= 0 && at < p.topk) {
-      row.indices[at] = row.slots ? slot : position;
-      if (row.top_scores) row.top_scores[at] = row.scores[position];
-    }
-    arch::syncthreads();  // the sums have been read
-  }
-  for (int i = written + arch::thread_index(); i < p.topk; i += threads) {
-    row.indices[i] = -1;
-    if (row.top_scores) row.top_scores[i] = -INFINITY;
-  }
-  if (row.length && arch::thread_index() == 0) *row.length = written;
+  if (ctas.rank == 0) note_count(p, row, indexer::write_existing(p, of_warp, row));
 }
 
 // The sortable key of absent_score() is 1. The sortable key of −inf is 0x007fffff.
 HOPWELL_DEVICE bool selects_absent(const PagedSelectParams& /*p*/, uint32_t order) { return order < 0x007fffffU; }
 HOPWELL_DEVICE uint32_t lowest_order(const PagedSelectParams& /*p*/) { return 1; }
-
-HOPWELL_DEVICE void note_full(const PagedSelectParams& p, const PagedRow& row) {
-  if (row.length && arch::thread_index() == 0) *row.length = p.topk;
-}
 
 inline PagedSelectParams select_params(const Problem& problem, const Plan& plan, const void* workspace,
                                        std::int64_t first, const unpaged::SelectPlan& select) {

@@ -71,9 +71,12 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
                                                              : launch_score<float>;
   for_each_pass(plan, [&](std::int64_t first, std::int64_t count) {
     if (plan.problem.s_kv > 0 && problem.topk > 0) score(problem, plan, workspace, first, count, stream);
-    indexer::launch_select(kName, plan.problem, count, stream, [&](const unpaged::SelectPlan& select) {
-      return select_params(problem, plan, workspace, first, select);
-    });
+    indexer::select_in_rounds(
+        plan.problem, plan.of, workspace, count,
+        [&](const unpaged::SelectPlan& select) { return select_params(problem, plan, workspace, first, select); },
+        [&](const unpaged::Problem& of, std::int64_t rows, auto params) {
+          indexer::launch_select(kName, of, rows, stream, params);
+        });
   });
 }
 

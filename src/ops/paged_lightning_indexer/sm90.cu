@@ -3,7 +3,7 @@
 //     paged_lightning_indexer_score_sm90    scores of some queries and their keys, to the workspace; fp8 only
 //     lightning_indexer_select_cluster      the best positions of each query, for few queries with long rows
 //     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
-//     lightning_indexer_select              … for shorter rows, and rows too long for the others
+//     lightning_indexer_select              … for shorter rows
 //
 // The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate outside of
 // the cache, for which the engine writes zeros and reads nothing.
@@ -236,9 +236,12 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   for_each_pass(plan, [&](std::int64_t first, std::int64_t count) {
     if (plan.problem.s_kv > 0 && problem.topk > 0)
       launch_score<arch::e4m3>(problem, plan, workspace, first, count, stream);
-    indexer::launch_cluster_select(kName, plan.problem, count, stream, [&](const unpaged::SelectPlan& select) {
-      return select_params(problem, plan, workspace, first, select);
-    });
+    indexer::select_in_rounds(
+        plan.problem, plan.of, workspace, count,
+        [&](const unpaged::SelectPlan& select) { return select_params(problem, plan, workspace, first, select); },
+        [&](const unpaged::Problem& of, std::int64_t rows, auto params) {
+          indexer::launch_cluster_select(kName, of, rows, stream, params);
+        });
   });
 }
 
