@@ -535,6 +535,23 @@ def limits() -> str:
     return table(["call, kernel", *units, "stalls"], rows) + made
 
 
+def streamindex() -> str:
+    """Times of benchmarks/streamindex.py beside the published ones."""
+    record = records.read("streamindex")
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            number(1e3 * row["seconds"]),
+            f"{row['peak_bytes'] / 1e9:.2f}",
+            f"{row['published_ms']:,.0f}",
+            f"{row['published_ms'] / (1e3 * row['seconds']):.1f}",
+        ]
+        for row in record["results"]
+    ]
+    header = ["tokens", "ms", "most memory, GB", "StreamIndex, ms, published", "times"]
+    return table(header, rows) + made_by("benchmarks/streamindex.py", [record])
+
+
 def model_counts() -> str:
     """The emulator's counts next to an H200's counters, in million cycles per multiprocessor."""
     counts, _ = model().hopper(records.FOLDER.parent)
@@ -587,6 +604,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         thread_pools,
         decode,
         limits,
+        streamindex,
         model_counts,
         model_times,
         model_blackwell,

@@ -230,7 +230,7 @@ HOPWELL_DEVICE uint32_t codes_of(const Columns& columns, const GroupScale& group
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kColumns; ++i) {
     const float x = columns.x[i], quotient = x * reciprocal;
-    quotients[i] = is_power ? quotient : fmaf(fmaf(-quotient, scale, x), reciprocal, quotient);
+    quotients[i] = is_power ? quotient : copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
   }
   return Encode::codes(quotients);
 }

@@ -7,6 +7,7 @@
 //
 // The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate outside of
 // the cache, for which the engine writes zeros and reads nothing.
+#include "arch/sm90/bulk_copy.hpp"
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
 #include "ops/paged_lightning_indexer/score_work.hpp"
@@ -23,6 +24,12 @@ struct Sm90Params {
   int box_rows;
 };
 
+// Of the keys of a slot of the ring.
+struct KeyScales {
+  alignas(16) float of_row[64];
+  uint32_t absent;  // bit i: rows 8 i to 8 i + 7 have no page, and no scales
+};
+
 struct PagedPart : indexer::ScorePart {
   uint32_t slot;  // of the ring: its first key tile
 };
@@ -36,6 +43,21 @@ struct Sm90Item : SequenceTask {
   bool is_last;  // of this CTA
 };
 
+constexpr int kItems = 2;  // of the ring of items
+template <class T>
+struct Sm90Storage : indexer::ScoreStorage<T> {
+  static constexpr int kWarps = indexer::ScoreConfig<T>::kThreads / 32;
+  WorkStorage<kWarps> work;
+  KeyScales scales[indexer::ScoreConfig<T>::kStages];
+  Sm90Item<T> items[kItems];
+  tile::RingBarriers<kItems> item_ring;  // full: the producer of tiles has written an item; empty: all others are done
+};
+
+template <class T>
+HOPWELL_DEVICE KeyScales& scales_of(indexer::ScoreStorage<T>& s, const indexer::ScoreSlot<T>& slot) {
+  return static_cast<Sm90Storage<T>&>(s).scales[slot.stage()];
+}
+
 template <class T>
 HOPWELL_DEVICE const arch::TensorMap& q_map(const Sm90Item<T>& p) {
   return p.launch->q;
@@ -45,18 +67,28 @@ HOPWELL_DEVICE int row_in_map(const Sm90Item<T>& p, int query) {
   return int(p.sequence * p.positions.q_len + p.first_query) + query;
 }
 
-// Copies a key tile, whose first row is on `page`. Executed by one lane.
+// Copies a key tile, whose first row is on `page`, and the scales of its keys. Executed by one lane.
 template <class T>
-HOPWELL_DEVICE void copy_keys(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, int first, CachePage page) {
+HOPWELL_DEVICE void copy_keys(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, KeyScales& scales, int first,
+                              CachePage page) {
   using Config = indexer::ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
   slot.wait_empty();
   arch::mbarrier& full = slot.full();
   arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
   const Sm90Params<T>& launch = *p.launch;
+  scales.absent = 0;
   HOPWELL_NO_UNROLL
   for (int row = 0; row < Config::kRows; row += launch.box_rows) {
     if (row > 0) page = page_of(p, first + row, first + row < p.s_kv);
+    if (page.exists) {
+      const uint32_t bytes = uint32_t(launch.box_rows) * uint32_t(sizeof(float));
+      arch::mbarrier_expect_tx(full, bytes);
+      arch::bulk_load(arch::shared_address(scales.of_row + row),
+                      reinterpret_cast<const float*>(page.data + p.scales) + page.row, bytes, full);
+    } else {
+      scales.absent |= ((1U << launch.box_rows / 8) - 1) << row / 8;
+    }
     for (int panel = 0; panel < Config::kPanels; ++panel)
       arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, launch.k,
                         {kColumns * panel, page.row, page.exists ? page.number : int(p.positions.blocks)}, full);
@@ -72,9 +104,21 @@ HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>&
   const CachePage page = page_of(p, first, lane < Config::kKeyTiles && first < p.s_kv);
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < Config::kKeyTiles; ++tile) {
-    if (lane == tile) copy_keys(p, indexer::ScoreSlot<T>(s, part.slot + uint32_t(tile)), first, page);
+    const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(tile));
+    if (lane == tile) copy_keys(p, slot, scales_of(s, slot), first, page);
     arch::syncwarp();
   }
+}
+
+template <class T>
+HOPWELL_DEVICE indexer::StoredKey<T> stored_key(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s,
+                                                const PagedPart& part, int group) {
+  using Config = indexer::ScoreConfig<T>;
+  const int first = group * Config::kHalves, row = indexer::StoredKey<T>::row(), of_tile = row % Config::kRows;
+  const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(first + row / Config::kRows));
+  const KeyScales& scales = scales_of(s, slot);
+  const int key = part.first_key + first * Config::kRows + row;
+  return {key, key < p.s_kv, (scales.absent >> of_tile / 8 & 1) == 0, scales.of_row[of_tile]};
 }
 
 // A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
@@ -86,15 +130,6 @@ HOPWELL_DEVICE void follow_ring(indexer::ScoreStorage<T>& s, const PagedPart& pa
   const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(Config::kKeyTiles) - 1);
   slot.wait_empty();  // kept: see above
 }
-
-constexpr int kItems = 2;  // of the ring of items
-template <class T>
-struct Sm90Storage : indexer::ScoreStorage<T> {
-  static constexpr int kWarps = indexer::ScoreConfig<T>::kThreads / 32;
-  WorkStorage<kWarps> work;
-  Sm90Item<T> items[kItems];
-  tile::RingBarriers<kItems> item_ring;  // full: the producer of tiles has written an item; empty: all others are done
-};
 
 // The producer of tiles.
 template <class T>

@@ -282,11 +282,10 @@ struct StoredKey {
   bool exists;
   float scale;
 
-  template <class Params>
-  HOPWELL_DEVICE StoredKey(const Params& p, int first_of_group) {
+  /// Its number among the keys of the warpgroup.
+  static HOPWELL_DEVICE int row() {
     const int lane = arch::lane_index();
-    key = first_of_group + lane / 2 % 2 * ScoreConfig<T>::kRows + arch::warp_index() % 4 * 16 + lane / 4 + lane % 2 * 8;
-    stored = key < p.s_kv, exists = has_key(p, key), scale = scale_of_key<T>(p, key);
+    return lane / 2 % 2 * ScoreConfig<T>::kRows + arch::warp_index() % 4 * 16 + lane / 4 + lane % 2 * 8;
   }
   HOPWELL_DEVICE void store(const ScoreTask& p, int query, const Sums (&sums)[2]) const {
     const int lane = arch::lane_index();
@@ -302,6 +301,14 @@ struct StoredKey {
       p.scores[int64_t{query} * p.pitch + key] = exists ? tile::index_score(of_half[0] * scale) : absent_score();
   }
 };
+
+// Called before the slots of the keys are released. paged_lightning_indexer has an overload.
+template <class T, class Params, class Part>
+HOPWELL_DEVICE StoredKey<T> stored_key(const Params& p, ScoreStorage<T>& /*s*/, const Part& part, int group) {
+  using Config = ScoreConfig<T>;
+  const int key = part.first_key + group * Config::kHalves * Config::kRows + StoredKey<T>::row();
+  return {key, key < p.s_kv, has_key(p, key), scale_of_key<T>(p, key)};
+}
 
 // Adds a tile's products with 16 keys of each half to their sums; stores complete sums. kHeads: see query_tiles.
 template <int kHeads, bool kRelu, class T>
@@ -341,8 +348,8 @@ HOPWELL_DEVICE void score_tiles(const Params& p, ScoreStorage<T>& s, const Part&
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kHalves; ++i)
     tile::load_fragments(lane, ScoreSlot<T>(s, slot_of_keys + uint32_t(Config::kHalves * group + i)).rows(), keys[i]);
+  const StoredKey<T> stored = stored_key<T>(p, s, part, group);
   for (uint32_t i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, slot_of_keys + i).release();
-  const StoredKey<T> stored(p, first_of_group);
   Sums sums[Config::kHalves] = {};
   HOPWELL_NO_UNROLL
   for (TileCursor at(p, part.tiles.first); at.tile < part.tiles.end; at.advance(query_tiles<kHeads>(p))) {
