@@ -9,6 +9,7 @@ from pathlib import Path
 import declarations
 import functions
 import headers
+import packages
 import sources
 from declare import Operator
 
@@ -26,6 +27,8 @@ def write(folder: Path, operators: list[Operator]) -> None:
         "python_operators.cpp": sources.binding(operators),
         "python/hopwell/_operators.py": functions.functions(operators),
         "python/hopwell/_hopwell.pyi": functions.stub(operators),
+        "python/hopwell/_reference.py": packages.exports(operators, PACKAGE, "reference"),
+        "python/hopwell/_torch_ops.py": packages.exports(operators, PACKAGE, "torch/ops", "_"),
     }
     for name, text in files.items():
         path = folder / name
