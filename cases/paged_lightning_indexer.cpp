@@ -539,6 +539,17 @@ Suite paged_lightning_indexer() {
             .lens = Paged::Lens::kFull};
     return make(random, p, true);
   };
+  suite.unsupported = {
+      {"sm80", "needs base and block stride of cache in multiples of 4 bytes", "fp8_unaligned_blocks"}};
+  suite.allocating = {"fp8", "bf16_many_keys"};
+  suite.subjects = {
+      // CTAs with several items, of several tiles; rows of several warps, of all positions and with pages that do not exist.
+      {"paged_lightning_indexer",
+       "emu:sm80",
+       {"bf16_many_keys", "bf16_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
+       6,
+       8},
+  };
   return suite;
 }
 

@@ -68,18 +68,8 @@ def docstrings() -> dict[str, str]:
 
 
 def registered() -> dict[str, set[str]]:
-    """Returns the backends that register a kernel, by operator. In a folder with several operators, the name of the
-    registration ends the operator's name.
-    """
-    found: dict[str, set[str]] = {}
-    for folder in sorted((ROOT / "src" / "ops").iterdir()):
-        for backend in BACKENDS:
-            for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
-                text = source.read_text() if source.exists() else ""
-                for name in re.findall(r"Registration(?:<\w+>)? (\w+)\{", text):
-                    operator = f"{folder.name.split('_')[0]}_{name}"
-                    found.setdefault(operator if operator in operators() else folder.name, set()).add(backend)
-    return found
+    """Returns the backends that register a kernel, by operator."""
+    return declarations.registered(declarations.load())
 
 
 def readme_chips() -> dict[str, list[str]]:
@@ -146,7 +136,9 @@ def by_family() -> dict[str, list[str]]:
     """Returns the names of the operators by the family that their pages name: `<!-- family: ... -->`."""
     found: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for name in operators():
-        named = re.search(r"^<!-- family: (.*) -->$", (ROOT / "docs/operators" / f"{name}.md").read_text(), re.MULTILINE)
+        named = re.search(
+            r"^<!-- family: (.*) -->$", (ROOT / "docs/operators" / f"{name}.md").read_text(), re.MULTILINE
+        )
         if named is None or named[1] not in found:
             raise ValueError(f"docs/operators/{name}.md: expected <!-- family: ... --> with one of {FAMILIES}")
         found[named[1]].append(name)

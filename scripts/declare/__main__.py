@@ -23,6 +23,7 @@ def write(folder: Path, operators: list[Operator]) -> None:
         "include/hopwell/operators.h": headers.c_header(operators),
         "include/hopwell/operators.hpp": headers.cpp_header(operators),
         "operators.inc": sources.operator_list(operators),
+        "emulated_checks.cmake": sources.emulated_checks(operators),
         "entry_points.cpp": sources.entry_points(operators),
         "python_operators.cpp": sources.binding(operators),
         "python/hopwell/_operators.py": functions.functions(operators),
