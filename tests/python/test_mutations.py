@@ -34,3 +34,11 @@ def test_the_line_to_change_is_still_there(bug: mutations.Bug) -> None:
 
     folder = Path(hopwell.reference.__file__).parent
     assert bug.right in (folder / f"{bug.module}.py").read_text()
+
+
+def test_bugs_are_planted_in_every_module() -> None:
+    import hopwell.reference
+
+    modules = {path.stem for path in Path(hopwell.reference.__file__).parent.glob("[a-z]*.py")}
+    missing = modules - {bug.module for bug in mutations.BUGS}
+    assert missing == set(), "write test_reference_<module>.py with BUGS, as test_reference_kv_compress.py has them"

@@ -14,6 +14,7 @@ from typing import Any
 
 import calls
 import hopwell
+import hopwell.bench.operators
 import ml_dtypes
 import numpy as np
 import pytest
@@ -48,6 +49,16 @@ def with_gaps(x: Any, name: str = "") -> Any:
     view = memory[..., : shape[order[-1]]].transpose(order)
     view[...] = x
     return view
+
+
+def test_every_operator_has_its_functions() -> None:
+    folders = {
+        "reference": reference.__all__,
+        "torch/ops": hopwell.torch.ops.__all__,
+        "bench/operators": hopwell.bench.operators.OPERATORS,
+    }
+    missing = {folder: sorted(set(OPERATORS) - set(names)) for folder, names in folders.items()}
+    assert not any(missing.values()), "write these functions in files of their names, as normalize_l1 has them"
 
 
 @every_call

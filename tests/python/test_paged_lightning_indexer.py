@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import zero_difference
+from bad_calls import make, run
 from hopwell.torch import mla_cache_append
 
 D = 128
@@ -153,3 +154,18 @@ class PagedIndexer:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_difference(backend: str, rng: np.random.Generator) -> None:
     zero_difference.check_parts(PagedIndexer, backend, rng)
+
+
+def test_outputs_lie_in_memory_of_their_own() -> None:
+    call = make("paged_lightning_indexer")
+    memory = np.zeros(2 * 4 * 2 * 17, np.int32)
+    indices = memory[: 4 * 2 * 17].reshape(4, 2, 17)
+    lens = memory[100:104]
+    for wrong in (
+        {"indices": indices, "context_lens": lens},
+        {"indices": indices, "lengths": memory[4:12].reshape(4, 2)},
+        {"indices": indices, "scores": memory[17 : 17 + 4 * 2 * 17].view(np.float32).reshape(4, 2, 17)},
+    ):
+        with pytest.raises(ValueError, match=r"paged_lightning_indexer: \w+ must be an output in memory of its own"):
+            run(call, **wrong)
+    assert not memory.any()
