@@ -200,7 +200,7 @@ struct Suite {
   // allocation fail.
   std::vector<std::string> allocating = {};
   std::vector<Subject> subjects = {};                                   // of the kernels that synchronise
-  [[nodiscard]] const Case& case_named(const std::string& name) const;  // an error if there is none
+  [[nodiscard]] const Case& case_named(const std::string& name) const;  // throws if the suite has no such case
 };
 
 // Marks the cases of these names as nightly. A name without a case is an error.

@@ -597,7 +597,7 @@ Suite sparse_mla_decode() {
       {"sm80 sm90", "needs base and block stride of cache in multiples of 16 bytes", "strided_q_len_3 v4_blocks_of_7"}};
   suite.allocating = {"splits", "v4_two_caches"};
   suite.subjects = {
-      // The forward's kernels with block tables. Those of sm90: several queries per CTA, steps that wrap around the rings.
+      // The forward's kernels with block tables. On sm90: several queries per CTA, steps that wrap around the rings.
       {"sparse_mla_decode_sm80", "emu:sm80", {"bf16_topk_127", "bf16_tables"}, 20, 6},
       // The split kernel and the merge: steps that wrap around the ring, lists of entries, scales of both kinds.
       {"sparse_mla_decode_splits_sm80",

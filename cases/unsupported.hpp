@@ -18,7 +18,7 @@ struct Unsupported {
 // extended by one letter; earlier stars never change. So the number of steps is at most the product of the lengths.
 bool matches(std::string_view name, std::string_view pattern);
 
-// The reason of the first row that has the target and the case; "" if there is none. The CPU supports all cases.
+// The reason of the first row that has the target and the case, or "". The CPU supports all cases.
 std::string reason_of(const std::vector<Unsupported>& rows, const std::string& name, const std::string& target);
 
 }  // namespace hopwell::cases

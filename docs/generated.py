@@ -140,7 +140,7 @@ def by_family() -> dict[str, list[str]]:
             r"^<!-- family: (.*) -->$", (ROOT / "docs/operators" / f"{name}.md").read_text(), re.MULTILINE
         )
         if named is None or named[1] not in found:
-            raise ValueError(f"docs/operators/{name}.md: expected <!-- family: ... --> with one of {FAMILIES}")
+            raise ValueError(f"docs/operators/{name}.md: expected <!-- family: NAME --> with a name in {FAMILIES}")
         found[named[1]].append(name)
     return found
 

@@ -16,7 +16,7 @@ __all__ = [
 
 
 def file_of(operator: str, names: set[str]) -> str:
-    """The file of an operator: of its name, or of the longest name that begins its name; "" if there is none."""
+    """The file with the operator's name, or with the longest name that begins it, or ""."""
     words = operator.split("_")
     beginnings = ("_".join(words[:count]) for count in range(len(words), 0, -1))
     return next((name for name in beginnings if name in names), "")

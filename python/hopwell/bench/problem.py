@@ -54,7 +54,7 @@ class Problem:
 
 @dataclass
 class Operator:
-    """Which shapes are measured where; what a shape does not name is the function's default."""
+    """The shapes that are measured on GPUs, on the CPU and by --dry-run. They leave out defaults of the function."""
 
     problem: Callable[..., Problem]
     shapes: list[Shape]

@@ -8,7 +8,7 @@
     bounds.py   the comparison, and the bounds of GPUs, by operator, output and backend
     run.py      the checks of a call; rounds of calls until the time is up
 
-The files in `tests/python/operators` have the valid calls of each operator and what is expected of them.
+The files in `tests/python/operators` have the valid calls of each operator and their expected results.
 
 Right calls also run on the backends of GPUs and on emulated ones, with the emulator's checks on. They run in processes
 of their own:

@@ -1,4 +1,4 @@
-"""The description of an operator, from which tests of all operators take their calls and what they expect."""
+"""The description of an operator, from which tests of all operators take calls and expected results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,12 +30,13 @@ class Operator:
     # Judges the results on a backend, in place of `expected`, if several results are right.
     check: Callable[[Arguments, str, tuple[Any, ...]], None] | None = None
     results: tuple[str, ...] = ()  # names of the results, where it matters which one is which
-    omits: bool = False  # results that are None are left out of what is judged
+    omits: bool = False  # results may be None; these are not judged
     also_written: tuple[str, ...] = ()  # arguments that are written if they are given, and not returned
     must_be_given: tuple[str, ...] = ()  # arguments that a call must have, and writes
 
     # Names of each array's dimensions. A name that ends in ! has one right size; one that occurs in several arrays has
-    # the same size in all; "" may be several. Those of kv, window keys and indices of sparse attention are known.
+    # the same size in all; "" may be several. `dimensions_of` knows kv, window keys and indices of
+    # sparse attention.
     dimensions: dict[str, str] | Callable[[Arguments], dict[str, str]]
     free: set[tuple[str, int]] = field(default_factory=set)  # argument and axis of `call` that may have any size
     choices: dict[str, str] = field(default_factory=dict)  # arguments that choose, and something they may be

@@ -27,7 +27,7 @@ from .sparse_mla import (
     window_arguments,
 )
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -37,7 +37,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("attention_distribution", arguments, (2e-3,), ("out",))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -62,7 +62,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "attention_distribution", arguments, results)
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
@@ -82,7 +82,7 @@ def expected(a: dict[str, Any]) -> list[Expected]:
     return [Expected("attn", value, 2e-3, slack)]
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from ._operator import Operator
 from .lightning_indexer import INDEXER_DIMENSIONS
 from .sparse_mla import sparse_arguments
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -38,7 +38,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("indexer_dense_loss", arguments, (1e-4, bound_of(dtype), 1e-4, 1e-4))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -86,7 +86,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "indexer_dense_loss", arguments, {})
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
@@ -100,7 +100,7 @@ def expected(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def _arguments(rng: Rng, dtype: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def backward_call(rng: Rng, dtype: str) -> Call:
     return Call("kv_compress_backward", arguments, bounds, ("d_kv", "d_gate"))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def _drawn(maker: Maker) -> tuple[str, dict[str, Any], int]:
@@ -107,7 +107,7 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "kv_compress_backward", arguments, {"d_kv": like_kv, "d_gate": like_kv})
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def _sizes(a: dict[str, Any]) -> tuple[Any, float]:
@@ -161,7 +161,7 @@ def backward_expected(a: dict[str, Any]) -> list[Expected]:
 _DIMENSIONS = {"kv": "s w", "gate": "s w", "position_bias": "ratio w", "cu_seqlens": "n!", "cu_compressed": "n!"}
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def _packed(dtype: torch.dtype) -> tuple[Any, ...]:

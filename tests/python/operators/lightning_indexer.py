@@ -17,7 +17,7 @@ from torch_inputs import index_leaves, indexer_inputs, indexer_key_ranges
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -60,7 +60,7 @@ def backward_call(rng: Rng, dtype: str) -> Call:
     return Call("lightning_indexer_backward", arguments, (1e-4, bound_of(dtype), 1e-4, 1e-4))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
@@ -122,7 +122,7 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "lightning_indexer_backward", arguments, {})
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def _scores(
@@ -289,7 +289,7 @@ INDEXER_DIMENSIONS = {
 }
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

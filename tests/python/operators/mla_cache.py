@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -34,7 +34,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("mla_cache_append", arguments, (0,), written=("cache",))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 FORMATS = {"v32": (576, 656), "v32_without_rope": (512, 656), "v4": (512, 584), "v41": (512, 528)}
@@ -130,7 +130,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return FuzzedCall("mla_cache_append", arguments, ("cache",), maker.memory)
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
@@ -151,7 +151,7 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

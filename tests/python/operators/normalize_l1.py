@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -21,7 +21,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("normalize_l1", {"attn": attn.astype(np.float32)}, (1e-6,), ("out",))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -33,14 +33,14 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
     return [Expected("out", reference.normalize_l1(**a), 1e-6, 1e-7)]
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

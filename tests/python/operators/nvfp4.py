@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def _scales(rng: Rng, shape: tuple[int, ...]) -> Any:
@@ -89,7 +89,7 @@ def dequantize_call(rng: Rng, dtype: str) -> Call:
     return Call("nvfp4_dequantize", arguments, (bound_of(dtype),))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def _k(maker: Maker) -> int:
@@ -253,7 +253,7 @@ def dequantize_right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "nvfp4_dequantize", arguments, {})
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def _sizes(codes: Any) -> Any:
@@ -328,7 +328,7 @@ def dequantize_expected(a: dict[str, Any]) -> list[Expected]:
     return [Expected("x", value, 1.01 * rounding, np.zeros(value.shape), elementwise=True)]
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def _quantized() -> tuple[Any, ...]:

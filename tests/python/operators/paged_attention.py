@@ -15,7 +15,7 @@ from torch_inputs import paged_inputs
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -36,7 +36,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("paged_attention", arguments, (bound, 1e-5), ("out", "lse"))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -101,7 +101,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "paged_attention", arguments, results)
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
@@ -203,7 +203,7 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from ._operator import Operator
 from .lightning_indexer import check_selection
 from .mla_cache import make_cache
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -42,7 +42,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("paged_lightning_indexer", arguments, (0, 0), ("indices", "scores"))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def _cache(maker: Maker, dtype: str, blocks: int, block: int, d: int) -> Any:
@@ -101,7 +101,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "paged_lightning_indexer", arguments, results)
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def check(a: dict[str, Any], backend: str, results: tuple[Any, ...]) -> None:
@@ -170,7 +170,7 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from torch_inputs import sparse_inputs
 
 from ._operator import Operator
 
-# ---- a call
+# ---- a call on random data
 
 
 def sparse_arguments(rng: Rng, dtype: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def backward_call(rng: Rng, dtype: str) -> Call:
     return Call("sparse_mla_backward", arguments, (bound_of(dtype),) * 4, ("dq", "dkv"))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def drawn_sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
@@ -197,7 +197,7 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
     return call
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 OVER_LSE = 44.0  # score − lse up to which the backward is promised: docs/operators/index.md
@@ -385,7 +385,7 @@ _WINDOW_MESSAGES = [
     ({"window_kv": None, "window": None}, "w_start and w_end need window_kv"),
 ]
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def _leaves(dtype: torch.dtype) -> tuple[Any, ...]:

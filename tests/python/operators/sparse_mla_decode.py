@@ -16,7 +16,7 @@ from ._operator import Operator
 from .mla_cache import FORMATS, make_cache
 from .sparse_mla import forward_expected
 
-# ---- a call
+# ---- a call on random data
 
 
 def call(rng: Rng, dtype: str) -> Call:
@@ -45,7 +45,7 @@ def call(rng: Rng, dtype: str) -> Call:
     return Call("sparse_mla_decode", arguments, (bound_of(dtype), 1e-5), ("out", "lse"))
 
 
-# ---- right calls of the fuzzer
+# ---- valid calls of the fuzzer
 
 
 def _cache(maker: Maker, form: str, d_qk: int, row: int, dtype: Any) -> Any:
@@ -129,7 +129,7 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "sparse_mla_decode", arguments, results)
 
 
-# ---- what the fuzzer expects
+# ---- expected results
 
 
 def _slots_of_rows(a: dict[str, Any], prefix: str, context_lens: Any, b: int, q_len: int) -> Any:
@@ -208,7 +208,7 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-# ---- for opcheck
+# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
