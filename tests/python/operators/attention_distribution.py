@@ -27,17 +27,12 @@ from .sparse_mla import (
     window_arguments,
 )
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     arguments = sparse_arguments(rng, dtype)
     _, _, lse = reference.sparse_mla_forward(**arguments, **window_arguments(rng, dtype), d_v=1)
     arguments |= {"lse": lse.astype(np.float32), "normalize": "l1", "attn_sink": normal(rng, (3,), "float32")}
     return Call("attention_distribution", arguments, (2e-3,), ("out",))
-
-
-# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -62,9 +57,6 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "attention_distribution", arguments, results)
 
 
-# ---- expected results
-
-
 def expected(a: dict[str, Any]) -> list[Expected]:
     value = reference.attention_distribution(**a)
     plain = (
@@ -80,9 +72,6 @@ def expected(a: dict[str, Any]) -> list[Expected]:
         slack = unless((total > LARGE) | (plain.sum(axis=1, keepdims=True) != total) | (off > 0.1 * total), slack)
         slack = np.where((plain == 0).all(axis=1, keepdims=True) & (off < SMALL), 0.0, slack)
     return [Expected("attn", value, 2e-3, slack)]
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -17,8 +17,6 @@ from ._operator import Operator
 from .lightning_indexer import INDEXER_DIMENSIONS
 from .sparse_mla import sparse_arguments
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     arguments = sparse_arguments(rng, dtype) | {"indices": None}
@@ -36,9 +34,6 @@ def call(rng: Rng, dtype: str) -> Call:
         "normalize": "l1",
     }
     return Call("indexer_dense_loss", arguments, (1e-4, bound_of(dtype), 1e-4, 1e-4))
-
-
-# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -86,9 +81,6 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "indexer_dense_loss", arguments, {})
 
 
-# ---- expected results
-
-
 def expected(a: dict[str, Any]) -> list[Expected]:
     names, dtypes = ("loss", "d_q_index", "d_k_index", "d_weights"), ("float32", str(a["q_index"].dtype), "float32")
     values = reference.indexer_dense_loss(**a)
@@ -98,9 +90,6 @@ def expected(a: dict[str, Any]) -> list[Expected]:
         Expected(name, value, BOUNDS[dtype], 4e-6 * products, elementwise=name == "loss")
         for name, value, dtype in zip(names, values, (*dtypes, str(a["weights"].dtype)), strict=True)
     ]
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def _arguments(rng: Rng, dtype: str) -> dict[str, Any]:
     s, d, ratio = 29, 8, 3
@@ -39,9 +37,6 @@ def backward_call(rng: Rng, dtype: str) -> Call:
     arguments = {"d_out": normal(rng, (9, 8), dtype), **_arguments(rng, dtype)}
     bounds = (bound_of(dtype), bound_of(dtype), 1e-4)
     return Call("kv_compress_backward", arguments, bounds, ("d_kv", "d_gate"))
-
-
-# ---- valid calls of the fuzzer
 
 
 def _drawn(maker: Maker) -> tuple[str, dict[str, Any], int]:
@@ -107,9 +102,6 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "kv_compress_backward", arguments, {"d_kv": like_kv, "d_gate": like_kv})
 
 
-# ---- expected results
-
-
 def _sizes(a: dict[str, Any]) -> tuple[Any, float]:
     """|kv|, and how far off a weight may be, as a share of it.
 
@@ -155,13 +147,7 @@ def backward_expected(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
-# ---- wrong calls
-
-
 _DIMENSIONS = {"kv": "s w", "gate": "s w", "position_bias": "ratio w", "cu_seqlens": "n!", "cu_compressed": "n!"}
-
-
-# ---- calls for opcheck
 
 
 def _packed(dtype: torch.dtype) -> tuple[Any, ...]:

@@ -17,8 +17,6 @@ from torch_inputs import index_leaves, indexer_inputs, indexer_key_ranges
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     s_q, s_kv, h_index, d_index = 5, 90, 3, 16
@@ -58,9 +56,6 @@ def backward_call(rng: Rng, dtype: str) -> Call:
         "d_loss": 0.5,
     }
     return Call("lightning_indexer_backward", arguments, (1e-4, bound_of(dtype), 1e-4, 1e-4))
-
-
-# ---- valid calls of the fuzzer
 
 
 def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
@@ -120,9 +115,6 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
     if maker.chance():
         arguments["deterministic"] = maker.chance()
     return given(maker, "lightning_indexer_backward", arguments, {})
-
-
-# ---- expected results
 
 
 def _scores(
@@ -275,9 +267,6 @@ def backward_expected(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
-# ---- wrong calls
-
-
 INDEXER_DIMENSIONS = {
     "q_index": "s_q h d",
     "k_index": "s_kv d",
@@ -287,9 +276,6 @@ INDEXER_DIMENSIONS = {
     **dict.fromkeys(("target", "d_scores"), "s_q topk"),
     **dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q"),
 }
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

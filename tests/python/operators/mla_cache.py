@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     def grid(shape: tuple[int, ...], step: float) -> Any:  # a rotation by these has one right result
@@ -32,9 +30,6 @@ def call(rng: Rng, dtype: str) -> Call:
         "scale_format": "fp32",
     }
     return Call("mla_cache_append", arguments, (0,), written=("cache",))
-
-
-# ---- valid calls of the fuzzer
 
 
 FORMATS = {"v32": (576, 656), "v32_without_rope": (512, 656), "v4": (512, 584), "v41": (512, 528)}
@@ -130,14 +125,8 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return FuzzedCall("mla_cache_append", arguments, ("cache",), maker.memory)
 
 
-# ---- expected results
-
-
 def expected(a: dict[str, Any]) -> list[Expected]:
     return [Expected("cache", reference.mla_cache_append(**a | {"cache": np.array(a["cache"])}))]
-
-
-# ---- wrong calls
 
 
 def dimensions(a: dict[str, Any]) -> dict[str, str]:
@@ -149,9 +138,6 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
         "positions": "n",
         "cos_sin": "max_positions r!",
     }
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     attn = rng.random((5, 33)) * (np.arange(5) != 2)[:, None]
     return Call("normalize_l1", {"attn": attn.astype(np.float32)}, (1e-6,), ("out",))
-
-
-# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -33,14 +28,8 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
 
 
-# ---- expected results
-
-
 def expected(a: dict[str, Any]) -> list[Expected]:
     return [Expected("out", reference.normalize_l1(**a), 1e-6, 1e-7)]
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

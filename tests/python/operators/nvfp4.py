@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def _scales(rng: Rng, shape: tuple[int, ...]) -> Any:
     return rng.uniform(0.1, 2, shape).astype(ml_dtypes.float8_e4m3fn)
@@ -87,9 +85,6 @@ def dequantize_call(rng: Rng, dtype: str) -> Call:
         "dtype": dtype,
     }
     return Call("nvfp4_dequantize", arguments, (bound_of(dtype),))
-
-
-# ---- valid calls of the fuzzer
 
 
 def _k(maker: Maker) -> int:
@@ -253,9 +248,6 @@ def dequantize_right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "nvfp4_dequantize", arguments, {})
 
 
-# ---- expected results
-
-
 def _sizes(codes: Any) -> Any:
     """Codes, two a byte, without their signs."""
     return codes & 0x77
@@ -326,9 +318,6 @@ def dequantize_expected(a: dict[str, Any]) -> list[Expected]:
     if a.get("global_is_reciprocal"):
         rounding += 2.0**-24  # of the factor
     return [Expected("x", value, 1.01 * rounding, np.zeros(value.shape), elementwise=True)]
-
-
-# ---- calls for opcheck
 
 
 def _quantized() -> tuple[Any, ...]:

@@ -15,8 +15,6 @@ from torch_inputs import paged_inputs
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     b, q_len, h_q, h_kv, d, block, blocks = 3, 2, 4, 2, 32, 8, 20
@@ -34,9 +32,6 @@ def call(rng: Rng, dtype: str) -> Call:
     }
     bound = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
     return Call("paged_attention", arguments, (bound, 1e-5), ("out", "lse"))
-
-
-# ---- valid calls of the fuzzer
 
 
 @st.composite
@@ -99,9 +94,6 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     shape = arguments["q"].shape
     results = {"out": (shape, DTYPES[dtype], True), "lse": (shape[:-1], np.float32, False)}
     return given(maker, "paged_attention", arguments, results)
-
-
-# ---- expected results
 
 
 def expected(a: dict[str, Any]) -> list[Expected]:
@@ -174,9 +166,6 @@ def _bias_sizes(a: dict[str, Any], b: int, q_len: int, h_q: int) -> Any:
     return np.broadcast_to(most[:, None] if most.ndim == 2 else most.transpose(0, 2, 1), (b, q_len, h_q))
 
 
-# ---- wrong calls
-
-
 _CACHES = {
     "nhd": ("blocks block h_kv d!",) * 2,
     "hnd": ("blocks h_kv block d!",) * 2,
@@ -201,9 +190,6 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
         "r": " extent d",
         "bias": " h_q extent" if a.get("bias_kind") == "distance" else " h_q q_len extent",
     }
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

@@ -15,8 +15,6 @@ from ._operator import Operator
 from .lightning_indexer import check_selection
 from .mla_cache import make_cache
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     """Small integers, so that the selection has one right answer; pages that do not exist."""
@@ -40,9 +38,6 @@ def call(rng: Rng, dtype: str) -> Call:
         whole = np.concatenate([codes, scales.view(np.uint8)], axis=1)
         arguments["cache"] = whole.reshape(blocks, block, d_index + 4)
     return Call("paged_lightning_indexer", arguments, (0, 0), ("indices", "scores"))
-
-
-# ---- valid calls of the fuzzer
 
 
 def _cache(maker: Maker, dtype: str, blocks: int, block: int, d: int) -> Any:
@@ -101,9 +96,6 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "paged_lightning_indexer", arguments, results)
 
 
-# ---- expected results
-
-
 def check(a: dict[str, Any], backend: str, results: tuple[Any, ...]) -> None:
     """As `check_selection`, query by query over the keys that it sees."""
     q = a["q_index"] if a["q_index"].ndim == 4 else a["q_index"][:, None]
@@ -154,9 +146,6 @@ def _paged_keys(cache: Any, d: int, is_fp8: bool) -> tuple[Any, Any]:
     return keys, np.ascontiguousarray(scales).view(np.float32).reshape(blocks * block)
 
 
-# ---- wrong calls
-
-
 def dimensions(a: dict[str, Any]) -> dict[str, str]:
     rows = "b" if a["q_index"].ndim == 3 else "b q_len"
     return {
@@ -168,9 +157,6 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
         **dict.fromkeys(("weights", "q_scale"), f"{rows} h_index"),
         **dict.fromkeys(("indices", "scores"), f"{rows} topk!"),
     }
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:

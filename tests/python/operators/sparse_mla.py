@@ -19,8 +19,6 @@ from torch_inputs import sparse_inputs
 
 from ._operator import Operator
 
-# ---- a call on random data
-
 
 def sparse_arguments(rng: Rng, dtype: str) -> dict[str, Any]:
     s_q, s_kv, h_q, d_qk, topk = 5, 90, 3, 40, 33
@@ -66,9 +64,6 @@ def backward_call(rng: Rng, dtype: str) -> Call:
     }
     # The given lse is rounded to fp32, which moves p by as much: not a matter of the operator.
     return Call("sparse_mla_backward", arguments, (bound_of(dtype),) * 4, ("dq", "dkv"))
-
-
-# ---- valid calls of the fuzzer
 
 
 def drawn_sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
@@ -195,9 +190,6 @@ def backward_right(draw: st.DrawFn) -> FuzzedCall:
         for name in of_keys:
             arguments[name][...] = maker.rng.standard_normal(arguments[name].shape)
     return call
-
-
-# ---- expected results
 
 
 OVER_LSE = 44.0  # score − lse up to which the backward is promised: docs/operators/index.md
@@ -363,9 +355,6 @@ def backward_expected(a: dict[str, Any]) -> list[Expected]:
     return results
 
 
-# ---- wrong calls
-
-
 SPARSE_DIMENSIONS = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
 SPARSE_DIMENSIONS |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end", "w_start", "w_end"), "s_q")
 
@@ -384,8 +373,6 @@ _WINDOW_MESSAGES = [
     ({"w_end": np.zeros(5, np.int64)}, "w_end must be int32 [s_q=5]; got int64 [5]"),
     ({"window_kv": None, "window": None}, "w_start and w_end need window_kv"),
 ]
-
-# ---- calls for opcheck
 
 
 def _leaves(dtype: torch.dtype) -> tuple[Any, ...]:

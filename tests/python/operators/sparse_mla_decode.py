@@ -16,8 +16,6 @@ from ._operator import Operator
 from .mla_cache import FORMATS, make_cache
 from .sparse_mla import forward_expected
 
-# ---- a call on random data
-
 
 def call(rng: Rng, dtype: str) -> Call:
     """Rows of V3.2 behind block tables, and a second cache; splits."""
@@ -43,9 +41,6 @@ def call(rng: Rng, dtype: str) -> Call:
         "keys_per_split": 64,
     }
     return Call("sparse_mla_decode", arguments, (bound_of(dtype), 1e-5), ("out", "lse"))
-
-
-# ---- valid calls of the fuzzer
 
 
 def _cache(maker: Maker, form: str, d_qk: int, row: int, dtype: Any) -> Any:
@@ -129,9 +124,6 @@ def right(draw: st.DrawFn) -> FuzzedCall:
     return given(maker, "sparse_mla_decode", arguments, results)
 
 
-# ---- expected results
-
-
 def _slots_of_rows(a: dict[str, Any], prefix: str, context_lens: Any, b: int, q_len: int) -> Any:
     """int64 [b, q_len, topk]: the slot of each entry, −1 for one that is not valid."""
     entries, cache = np.asarray(a[f"{prefix}indices"]).astype(np.int64), a[f"{prefix}cache"]
@@ -190,9 +182,6 @@ def expected(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
-# ---- wrong calls
-
-
 def dimensions(a: dict[str, Any]) -> dict[str, str]:
     flat = a["q"].ndim == 3
     q = "b h_q d_qk!" if flat else "b q_len h_q d_qk!"
@@ -206,9 +195,6 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
             if isinstance(a.get(count), np.ndarray):
                 names[count] = "b" if a[count].ndim == 1 else "b q_len"
     return names
-
-
-# ---- calls for opcheck
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
