@@ -170,7 +170,7 @@ hooks: setup
 	@$(PYTHON) -m pip install --quiet pre-commit==4.7.0
 	@.venv/bin/pre-commit install
 
-GENERATED := $(addprefix build/declared/python/hopwell/,_operators.py _hopwell.pyi)
+GENERATED := $(addprefix build/declared/python/hopwell/,_operators.py _reference.py _torch_ops.py _hopwell.pyi)
 lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@$(PYTHON) -B scripts/declare --write build/declared

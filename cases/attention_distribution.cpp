@@ -128,6 +128,30 @@ Suite attention_distribution() {
     const SparseMla problem = sparse_mla_from(settings);
     return make(random, problem, {.ascending = problem.indices == SparseMla::Indices::kAscending}, true);
   };
+  suite.unsupported = {
+      {"sm80 sm90 sm100", "needs bfloat16 q and kv",
+       "*_fp32 *_fp32_l1 few_queries_many_keys* lengths_many_keys* v_is_k* width_1*"},
+      {"sm80", "needs d_qk a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths*"},
+      {"sm90 sm100", "needs d_qk 576 or 512",
+       "d_qk_128_* d_qk_16_* d_qk_192_* d_qk_320* d_qk_528_* d_qk_64_* empty_rows_many_keys* many_queries "
+       "many_queries_l1 odd_widths*"},
+      {"sm80", "needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40* masks_h_q_40* strided strided_l1"},
+      {"sm100", "needs rows of q and kv 16-byte aligned, with positive strides",
+       "key_ranges_h_q_40* masks_h_q_40* strided strided_l1"}};
+  suite.allocating = {"odd_widths_fp32_l1"};
+  suite.subjects = {
+      // One pass of heads and two, tiles of one slab and of five, rows that end early.
+      {"attention_distribution_sm80", "emu:sm80", {"d_qk_64_h_q_130", "h_q_256", "lengths", "topk_2048_l1"}, 9, 4},
+      // Two passes of heads, tiles that wrap around the ring, many queries per CTA, warpgroups that alternate between
+      // tiles of the ring, unaligned rows; unsorted and sorted rows.
+      {"attention_distribution_sm90",
+       "emu:sm90",
+       {"h_q_256", "production_l1", "lengths_l1", "topk_2048", "strided"},
+       9,
+       12},
+      // Two passes of heads, and stages that wrap around the ring; many queries per CTA.
+      {"attention_distribution_sm100", "emu:sm100", {"h_q_256", "production_l1", "lengths"}, 9, 15},
+  };
   return suite;
 }
 

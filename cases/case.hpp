@@ -19,6 +19,7 @@
 
 #include "cuda.hpp"
 #include "runtime/dtype.hpp"
+#include "unsupported.hpp"
 
 namespace hopwell::cases {
 
@@ -175,6 +176,17 @@ struct Case {
 using Settings = std::map<std::string, std::string>;
 std::int64_t number(const Settings& settings, const std::string& key);
 
+// A kernel, or a few related kernels, and the cases that reach all of its synchronisation calls repeatedly, on the emulator.
+// tests/arch/operators_test.cpp leaves out each call once, and a case must notice it.
+struct Subject {
+  std::string name, backend;
+  std::vector<std::string> cases;
+  std::uint64_t schedules;
+  std::size_t calls;                      // minimum number of synchronisation calls
+  std::string folder = "";                // only its calls count, if a case runs another operator's kernels too
+  const char* multiprocessors = nullptr;  // of the emulated device, if the usual number is too small
+};
+
 // Everything about one operator. `shapes` are named benchmark shapes, `device_shapes` need a GPU. `bench` makes an
 // instance from complete settings.
 struct Suite {
@@ -183,6 +195,12 @@ struct Suite {
   std::vector<std::pair<std::string, Settings>> shapes;
   std::function<Instance(const Settings& settings, Random& random)> bench;
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
+  std::vector<Unsupported> unsupported = {};  // the first row that matches a case has its reason
+  // Small cases that together reach every allocation of the operator on the CPU. tests/ops/out_of_memory_test.cpp lets each
+  // allocation fail.
+  std::vector<std::string> allocating = {};
+  std::vector<Subject> subjects = {};                                   // of the kernels that synchronise
+  [[nodiscard]] const Case& case_named(const std::string& name) const;  // throws if the suite has no such case
 };
 
 // Marks the cases of these names as nightly. A name without a case is an error.

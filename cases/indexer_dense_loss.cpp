@@ -443,6 +443,19 @@ Suite indexer_dense_loss() {
     if (name.starts_with("groups_") && name != "groups_h_33") suite.cases.back().emulated_on = "emu:sm90";
   }
   suite.bench = [](const Settings& settings, Random& random) { return make(random, problem_from(settings), true); };
+  suite.unsupported = {{"sm80 sm90", "attention_distribution: needs bfloat16 q and kv", "*_fp32"},
+                       {"sm90", "attention_distribution: needs d_qk 576 or 512", "d_qk_64"}};
+  suite.allocating = {"one_key"};
+  suite.subjects = {
+      // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;
+      // also without relu, where the entries wait for no signs.
+      {"lightning_indexer_backward_sm90_groups",
+       "emu:sm90",
+       {"groups_h_32_any_order", "groups_h_32_documents", "groups_h_17_no_relu"},
+       3,
+       20,
+       "ops/lightning_indexer_backward/"},
+  };
   return suite;
 }
 

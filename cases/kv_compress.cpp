@@ -298,7 +298,17 @@ Suite suite_of(const std::string& op, Instance (*make)(Random&, const Pooling&))
 
 }  // namespace
 
-Suite kv_compress() { return suite_of("kv_compress", make_forward); }
-Suite kv_compress_backward() { return suite_of("kv_compress_backward", make_backward); }
+Suite kv_compress() {
+  Suite suite = suite_of("kv_compress", make_forward);
+  suite.unsupported = {{"sm80", "needs d that is a multiple of 8", "odd_width"}};
+  suite.allocating = {"documents"};
+  return suite;
+}
+Suite kv_compress_backward() {
+  Suite suite = suite_of("kv_compress_backward", make_backward);
+  suite.unsupported = {{"sm80", "needs d that is a multiple of 8", "odd_width"}};
+  suite.allocating = {"documents", "v4_hca"};
+  return suite;
+}
 
 }  // namespace hopwell::cases

@@ -982,10 +982,40 @@ Suite lightning_indexer() {
   suite.shapes.emplace_back("prefill_fp8", shape("512", "8192", "float8_e4m3fn"));
   leave_to_nightly(suite, {"row_in_parts", "row_in_parts_exact", "row_in_parts_ranges", "queries_70000",
                            "fp8_many_queries", "no_relu_h_index_192", "no_relu_fp8_h_index_128"});
+  suite.unsupported = {
+      {"sm90", "needs bfloat16 or float8_e4m3fn q_index and k_index", "*_fp32 odd_shape strided_exact"},
+      {"sm90", "needs rows of q_index 16-byte aligned, with positive strides",
+       "fp8_odd_shape fp8_strided one_dimension queries_70000 strided"}};
+  suite.allocating = {"odd_shape", "longest_row_one_query"};
+  suite.subjects = {
+      // Tiles of many heads, which wrap around the ring; two warps that select among ties; a row in two parts; CTAs that
+      // split the visible keys.
+      {"lightning_indexer",
+       "emu:sm80",
+       {"many_heads", "topk_64_exact", "longest_row_exact", "documents", "no_relu"},
+       6,
+       6},
+      // Tiles of many heads, which wrap around the ring; clusters that select, and CTAs of several warps, with a sample
+      // and with ties; CTAs that split the visible keys, and CTAs of queries that see all keys, without relu.
+      {"lightning_indexer_sm90",
+       "emu:sm90",
+       {"many_heads", "long_row", "many_long_rows", "longest_row_one_query", "longest_row_exact", "topk_2048_exact",
+        "causal_many_heads", "documents", "h_index_32", "fp8_documents_many_heads", "no_relu_h_index_192"},
+       2,
+       13},
+  };
   return suite;
 }
 Suite lightning_indexer_backward() {
-  return suite_of("lightning_indexer_backward", backward_problems(), make_backward);
+  Suite suite = suite_of("lightning_indexer_backward", backward_problems(), make_backward);
+  suite.unsupported = {{"sm90", "needs bfloat16 q_index and k_index", "*_fp32 odd_shape"},
+                       {"sm90", "needs rows of q_index and k_index 16-byte aligned", "*strided one_dimension"}};
+  suite.allocating = {"odd_shape", "topk_65"};
+  suite.subjects = {
+      {"lightning_indexer_backward", "emu:sm80", {"basic", "many_heads", "any_order"}, 3, 7},
+      {"lightning_indexer_backward_sm90", "emu:sm90", {"basic", "many_heads"}, 3, 12},
+  };
+  return suite;
 }
 
 }  // namespace hopwell::cases

@@ -357,6 +357,17 @@ Suite mla_cache_append() {
                          .blocks = 2 * n / block + 1,
                          .block = block});
   };
+  suite.unsupported = {
+      {"sm80 sm90", "needs bfloat16 kv", "fp32_cache fp32_to_bf16 fp32_v32 fp32_v4"},
+      {"sm80 sm90", "needs d that is a multiple of 4", "bf16_d_7"},
+      {"sm80 sm90", "needs index keys of width 32, 64 or 128", "index_12"},
+      {"sm80 sm90", "needs base and block stride of the cache in multiples of 4 bytes", "index_unaligned"}};
+  suite.allocating = {"v32", "rotated_few"};
+  suite.subjects = {
+      // More rows than a CTA lists at a time, and rows with equal slots.
+      {"mla_cache_append", "emu:sm80", {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
+      {"mla_cache_append_sm90", "emu:sm90", {"many_rows", "duplicates", "rotated_halves"}, 6, 2},
+  };
   return suite;
 }
 

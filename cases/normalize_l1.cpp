@@ -58,6 +58,7 @@ Suite normalize_l1() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, {.rows = number(settings, "rows"), .columns = number(settings, "columns")});
   };
+  suite.allocating = {"strided_in_place"};
   return suite;
 }
 

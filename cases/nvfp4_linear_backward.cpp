@@ -174,6 +174,12 @@ Suite nvfp4_linear_backward() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
   };
+  suite.unsupported = {{"sm80", "needs d_out of 16 bits", "fp32 fp32_blocked_strided full_range_fp32"}};
+  suite.allocating = {"strided"};
+  suite.subjects = {
+      // Stages round the ring, in CTAs of one chunk and of several.
+      {"nvfp4_linear_backward", "emu:sm80", {"longer_chunks", "n_16_chunks_of_a_cta"}, 3, 3},
+  };
   return suite;
 }
 

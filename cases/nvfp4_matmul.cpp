@@ -465,6 +465,14 @@ Suite nvfp4_gemv() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make_gemv(random, {.m = number(settings, "M"), .k = number(settings, "K"), .l = number(settings, "L")});
   };
+  suite.unsupported = {{"sm100", "needs rows and batches of a and b 16-byte aligned",
+                        "all_codes_all_scales_bf16_blocked k_tails nan_scales_blocked rows_129_blocked"}};
+  suite.allocating = {"nan_scales_blocked"};
+  suite.subjects = {
+      {"nvfp4_gemv", "emu:sm80", {"many_tiles_blocked"}, 8, 4},
+      // Steps that wrap around the ring, scales with and without signs, clusters; blocked scales that end in NaN.
+      {"nvfp4_gemv_sm100", "emu:sm100", {"longer_k", "tail_blocked", "many_tiles_blocked"}, 8, 15},
+  };
   return suite;
 }
 
@@ -479,6 +487,44 @@ Suite nvfp4_linear() {
   }
   suite.bench = [](const Settings& settings, Random& random) {
     return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
+  };
+  suite.unsupported = {
+      {"sm90",
+       "needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at "
+       "most 65536",
+       "all_codes_all_scales_n_16_fp16 empty_k huge_x_n_12 n_16_strided n_2 n_3_blocked n_70 n_8 n_8_many_tiles "
+       "nan_scales_blocked_n_5 non_finite_x_n_7 tiny_x_n_12"},
+      {"sm90", "needs n from 2 to 524288, n * N at most 2^38, x of 16 bits",
+       "all_codes_all_scales_n_1_bf16 basic cancelling_x empty_n fp32_blocked_bias full_range_fp16 "
+       "full_range_fp32 huge_x k_of_21_stages k_of_28_stages k_tail_fp16_bias long_k n_17_fp32 "
+       "n_1_many_tiles_blocked n_1_many_tiles_fp16 n_1_slices_end_anywhere nan_scales non_finite_x "
+       "one_of_everything outliers_bf16 subnormal_scales tiny_x wide_range_x_bf16 wide_range_x_fp16"},
+      {"sm90", "slower than sm80 for n <= 32 and N at most 2048", "n_20_pair n_24_few_rows"},
+      {"sm90", "slower than sm80 for n <= 8 and N above 4096", "n_8_chunks"},
+      {"sm100",
+       "needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at "
+       "most 65536",
+       "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x"},
+      {"sm100", "needs n = 1, x of 16 bits",
+       "all_codes_all_scales_n_16_fp16 cancelling_x_n_4 empty_k empty_n fp32_blocked_bias full_range_bf16_n_4 "
+       "full_range_fp32 full_range_n_8_fp16 huge_x_n_12 huge_x_n_33 huge_x_n_6 long_k_n_9 longer_k_n_10 "
+       "n_16_blocked n_16_pair_chunks n_16_strided n_17 n_17_fp32 n_2 n_20_pair n_24_few_rows n_2_pair n_300 "
+       "n_3_blocked n_3_pair_16_warps n_3_pair_long n_40_cluster n_70 n_70_nan_scales n_8 n_8_chunks "
+       "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
+       "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"}};
+  suite.allocating = {"outliers_bf16", "nan_scales_n_4", "huge_x_n_33"};
+  suite.subjects = {
+      {"nvfp4_linear",
+       "emu:sm80",
+       {"n_1_slices_end_anywhere", "n_1_many_tiles_blocked", "wide_range_x_bf16", "n_2_pair", "longer_k_n_10",
+        "wide_range_x_n_5", "n_16_blocked"},
+       3,
+       8},
+      // Clusters, slots of x and rings that wrap around; several warpgroups per tile in one CTA.
+      {"nvfp4_linear_sm90", "emu:sm90", {"longer_k_n_10", "nan_scales_n_4"}, 3, 10},
+      // Split K over a cluster and over warpgroups, with a ring that wraps around; split K over warpgroups alone; tiles
+      // of one CTA that wrap around the ring.
+      {"nvfp4_linear_sm90_matmul", "emu:sm90", {"n_40_cluster", "huge_x_n_33", "non_finite_x_n_1200"}, 3, 14},
   };
   return suite;
 }
@@ -502,6 +548,29 @@ Suite nvfp4_matmul() {
   }
   suite.bench = [](const Settings& settings, Random& random) {
     return make_matmul(random, {.m = number(settings, "M"), .n = number(settings, "N"), .k = number(settings, "K")});
+  };
+  suite.unsupported = {
+      {"sm90", "slower than sm80 for M = 1 or N = 1, which decodes nothing first",
+       "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything reciprocal_alpha_m_1"},
+      {"sm90",
+       "as nvfp4_linear with decoded x: needs x and weight rows 16-byte aligned, a non-negative weight stride, "
+       "scale rows 4-byte aligned, K at most 65536",
+       "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},
+      {"sm90", "as nvfp4_linear with decoded x: needs n from 2 to 524288, n * N at most 2^38, x of 16 bits",
+       "empty_m empty_n fp32_blocked longer_k longer_k_rows_140_columns_130 subnormal_scales"},
+      {"sm90", "as nvfp4_linear with decoded x: slower than sm80 for n <= 32 and N at most 2048",
+       "alpha_zero full_range_fp16"},
+      {"sm100", "needs rows and batches of a and b 16-byte aligned",
+       "all_codes_all_scales_blocked k_tail_blocked k_tail_fp16 m_1_k_tail strided_k_tail"},
+      {"sm100", "needs K from 16 to 2^30, M at most 2^28, N at most 2^23", "empty_k"}};
+  suite.allocating = {"m_1_k_tail", "few_rows_of_a"};
+  suite.subjects = {
+      // Codes decoded to a workspace that the next kernel reads.
+      {"nvfp4_matmul", "emu:sm80", {"few_rows_of_a", "few_rows_of_b"}, 4, 3},
+      // Tiles of one CTA of every width, in clusters and alone, with negative scales.
+      {"nvfp4_matmul_sm100", "emu:sm100", {"few_rows_of_a", "longer_k", "long_k_40_rows_of_a"}, 4, 15},
+      // Pairs alone and in clusters, wrapping around the ring, with negative scales.
+      {"nvfp4_matmul_sm100_pairs", "emu:sm100", {"many_rows_of_both", "longer_k_rows_140_columns_130"}, 4, 15},
   };
   return suite;
 }

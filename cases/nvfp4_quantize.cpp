@@ -298,6 +298,12 @@ Suite nvfp4_quantize() {
                                   .dtype = DType::kBFloat16,
                                   .global = number(settings, "given") != 0 ? std::optional(1.9e-3F) : std::nullopt});
   };
+  suite.allocating = {"own_global_ties_bf16", "blocked"};
+  suite.subjects = {
+      {"nvfp4_quantize", "emu:sm80", {"basic", "blocked", "bf16"}, 8, 2},
+      // The maximum size for two SMs.
+      {"nvfp4_quantize_one_pass", "emu:sm80", {"one_pass_bf16"}, 3, 10, "", "2"},
+  };
   return suite;
 }
 
@@ -310,6 +316,7 @@ Suite nvfp4_dequantize() {
     return make_dequantize(random,
                            {.rows = number(settings, "rows"), .k = number(settings, "K"), .dtype = DType::kBFloat16});
   };
+  suite.allocating = {"fp16_blocked"};
   return suite;
 }
 

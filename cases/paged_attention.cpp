@@ -5,7 +5,6 @@
 #include <set>
 
 #include "paged_attention_case.hpp"
-#include "refused.hpp"
 #include "suites.hpp"
 
 namespace hopwell::cases {
@@ -717,11 +716,30 @@ std::vector<std::string> features_of(const Config& c) {
   add_if(c.max_blocks >= 0, c.max_blocks == 0 ? " no blocks" : " blocks");
   return features;
 }
+std::vector<Unsupported> unsupported_cases() {
+  return {{"sm90", "needs few sequences and heads, so that a cluster for each runs at the same time",
+           "batch_of_70_h_kv_1 batch_of_70_h_kv_2 group_fused_h_q_4_h_kv_4_fp16_q_len_3_window "
+           "group_fused_h_q_4_h_kv_4_fp16_q_len_3_window_d_200 group_fused_h_q_8_h_kv_2_fp16_q_len_3_window "
+           "group_fused_h_q_8_h_kv_2_fp16_q_len_3_window_d_200 group_fused_h_q_9_h_kv_1_fp16_q_len_3_window "
+           "group_fused_h_q_9_h_kv_1_fp16_q_len_3_window_d_200 hnd_bf16_everything hnd_fp32_everything "
+           "infinite_values_q_len_3_hnd_fp32 infinite_values_q_len_3_vllm_fp32 nhd_bf16_everything "
+           "nhd_fp32_everything q_len_16 q_len_2 vllm_bf16_everything vllm_fp32_everything window_1000_hnd "
+           "window_1000_vllm window_17_hnd window_17_vllm window_1_hnd window_1_vllm window_4_hnd window_4_vllm "
+           "window_huge"},
+          {"sm90", "slower than sm80 for max_blocks * block above 4096 with few heads or float32",
+           "infinite_values_in_many_chunks"},
+          {"sm90", "slower than sm80 for max_blocks * block above 4096 or above 16384 / b, if b > 1",
+           "infinite_values_group_of_12_hnd_bf16 infinite_values_group_of_12_nhd_bf16 "
+           "infinite_values_group_of_12_vllm_bf16 infinite_values_hidden_group_of_11_hnd_bf16 "
+           "infinite_values_hidden_group_of_11_nhd_bf16 infinite_values_hidden_group_of_11_vllm_bf16 "
+           "large_group_many_tiles_bf16 one_65536_among_512_bf16"}};
+}
 void select_for_the_emulator(std::vector<Config>& all) {
   std::set<std::string> seen;
+  const std::vector<Unsupported> unsupported = unsupported_cases();
   for (Config& c : all) {
     // A case that clusters do not support, or that one backend runs, covers nothing of the other.
-    if (!c.emulated || c.far || !c.emulated_on.empty() || !refusal("paged_attention", c.name, "sm90").empty()) continue;
+    if (!c.emulated || c.far || !c.emulated_on.empty() || !reason_of(unsupported, c.name, "sm90").empty()) continue;
     const std::vector<std::string> features = features_of(c);
     const bool first_of_row = c.name.starts_with("row_of_");  // chosen by the division of rows
     const std::size_t before = seen.size();
@@ -753,6 +771,68 @@ Suite paged_attention() {
                            .emulated = c.emulated,
                            .nightly = c.nightly,
                            .emulated_on = c.emulated_on});
+  suite.unsupported = unsupported_cases();
+  suite.allocating = {"bias_fused_extent_1", "infinite_values_group_nhd_fp32", "hnd_bf16_block_5_bad_pages"};
+  suite.subjects = {
+      {"paged_attention_key_major",
+       "emu:sm80",
+       {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range", "batch_of_70_h_kv_2"},
+       8,
+       9},
+      // Many CTAs share a row block, so that groups of warps combine their partial results.
+      {"paged_attention_merge_groups",
+       "emu:sm80",
+       {"one_row_block_bf16", "one_row_block_vllm"},
+       8,
+       1,
+       "ops/paged_attention/gpu/combine.hpp",
+       "16"},
+      {"paged_attention_packed_rows",
+       "emu:sm80",
+       {"packed_rows_of_40_many_tiles", "packed_rows_of_136_strided"},
+       3,
+       5,
+       "ops/paged_attention/tiles/"},
+      {"paged_attention_dimension_major", "emu:sm80", {"window_17_vllm", "bias_hides_keys_vllm"}, 3, 5},
+      {"paged_attention_mma",
+       "emu:sm80",
+       {"group_key_h_q_9_h_kv_1_bf16_hidden", "bias_hides_keys_from_some_nhd_bf16", "many_tiles_bf16",
+        "q_and_u_of_7_d_256_bf16"},
+       8,
+       6},
+      {"paged_attention_mma_two_blocks",
+       "emu:sm80",
+       {"large_group_nhd_h_q_9_h_kv_1_bf16_hidden", "infinite_values_hidden_group_of_11_nhd_bf16",
+        "large_group_many_tiles_bf16", "q_and_u_of_12_d_128_bf16"},
+       8,
+       6},
+      // Separate parts of a row, one part of K and of V per tile, and interleaved heads.
+      {"paged_attention_mma_exact",
+       "emu:sm80",
+       {"exact_q_of_7_d_96_bf16", "exact_q_of_2_d_192_bf16", "exact_q_of_7_d_256_bf16_hnd_window",
+        "exact_q_of_12_d_72_fp16_infinite", "infinite_values_group_d_256_nhd_bf16"},
+       8,
+       5},
+      {"paged_attention_mma_vllm",
+       "emu:sm80",
+       {"decoder_bf16_h32_h_kv_8_d128_vllm", "bias_hides_keys_from_some_vllm_bf16"},
+       4,
+       6},
+      // One cluster per row block, with wrong estimates of the lengths. Of the mma tiles only the calls in the kernel's
+      // own file, because few of these warps have more tiles than stages.
+      {"paged_attention_cluster_key_major",
+       "emu:sm90",
+       {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range", "decoder_bf16_h16_d64"},
+       4,
+       6},
+      {"paged_attention_cluster_dimension_major", "emu:sm90", {"bias_hides_keys_vllm"}, 3, 6},
+      {"paged_attention_cluster_mma",
+       "emu:sm90",
+       {"group_key_h_q_8_h_kv_2_bf16", "bias_hides_keys_from_some_nhd_bf16", "bias_hides_keys_from_some_vllm_bf16"},
+       4,
+       6,
+       "cluster_kernel"},
+  };
   return suite;
 }
 

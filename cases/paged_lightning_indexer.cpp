@@ -549,6 +549,28 @@ Suite paged_lightning_indexer() {
             .lens = Paged::Lens::kFull};
     return make(random, p, true);
   };
+  suite.unsupported = {
+      {"sm80", "needs base and block stride of cache in multiples of 4 bytes", "fp8_unaligned_blocks"},
+      {"sm90", "needs q_index of float8_e4m3fn", "bf16* fp32*"},
+      {"sm90", "needs a block that is a multiple of 8", "fp8_block_1 fp8_block_2 fp8_block_53 fp8_unaligned_blocks"},
+      {"sm90", "needs a cache with blocks", "fp8_no_blocks"},
+      {"sm90", "needs rows of q_index 16-byte aligned, with positive strides", "fp8_d_12 fp8_strided"}};
+  suite.allocating = {"fp8", "fp8_many_keys"};
+  suite.subjects = {
+      // CTAs with several items, of several tiles; rows of several warps, of all positions and with pages that do not exist.
+      {"paged_lightning_indexer",
+       "emu:sm80",
+       {"fp8_many_keys", "fp8_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
+       6,
+       8},
+      // The same; clusters that select.
+      {"paged_lightning_indexer_sm90",
+       "emu:sm90",
+       {"fp8_many_keys", "fp8_many_keys_few_left", "fp8_bad_pages_few_left", "fp8_q_len_8", "fp8_h_index_130",
+        "fp8_longest"},
+       2,
+       15},
+  };
   return suite;
 }
 

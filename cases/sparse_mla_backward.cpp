@@ -387,6 +387,45 @@ Suite sparse_mla_backward() {
                  .share_keys = number(settings, "share_keys") != 0},
                 true);
   };
+  suite.unsupported = {
+      {"sm100", "needs a call without window_kv", "window_*"},
+      {"sm80 sm90 sm100", "needs bfloat16 q and kv", "*_fp32 few_queries_many_keys lengths_many_keys v_is_k width_1"},
+      {"sm80 sm90 sm100", "needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+      {"sm80 sm90 sm100", "needs rows of q, kv, out, d_out and dq 16-byte aligned",
+       "key_ranges_h_q_40 masks_h_q_40 strided"}};
+  suite.allocating = {"odd_widths_fp32", "topk_2049", "dkv_bf16"};
+  suite.subjects = {
+      // Tiles of 32 heads and of 64, deterministic sums and atomic sums, with attn.
+      {"sparse_mla_backward_sm80",
+       "emu:sm80",
+       {"topk_127", "h_q_64", "h_q_70_invalid_indices"},
+       9,
+       10,
+       "ops/sparse_mla_backward/"},
+      // Two steps of keys, every output, deterministic sums; and three steps with more heads than one tile has, atomic
+      // sums.
+      {"sparse_mla_backward_sm90", "emu:sm90", {"topk_127"}, 12, 20, "ops/sparse_mla_backward/"},
+      {"sparse_mla_backward_sm90_pair", "emu:sm90", {"h_q_70_invalid_indices"}, 12, 20},
+      // Window keys, with rows that end within a step: deterministic sums, and atomic sums of 64 and of 128 heads.
+      {"sparse_mla_backward_sm80_window", "emu:sm80", {"window_127", "window_128"}, 6, 10, "ops/sparse_mla_backward/"},
+      {"sparse_mla_backward_sm90_window", "emu:sm90", {"window_127", "window_128"}, 6, 20, "ops/sparse_mla_backward/"},
+      {"sparse_mla_backward_sm90_window_pair",
+       "emu:sm90",
+       {"window_not_deterministic_h_q_128"},
+       6,
+       20,
+       "ops/sparse_mla_backward/"},
+      // Query groups: rows with a key twice, which take two rounds; rows without a key, whose groups are not merged.
+      {"sparse_mla_backward_sm90_groups", "emu:sm90", {"share_keys_duplicates", "share_keys_sink_lengths"}, 6, 20},
+      {"sparse_mla_backward_sm100", "emu:sm100", {"topk_127", "h_q_64"}, 6, 25, "ops/sparse_mla_backward/"},
+      // Slices of a query, and three consecutive steps.
+      {"sparse_mla_backward_sm100_pair",
+       "emu:sm100",
+       {"h_q_70_invalid_indices", "h_q_128_no_attn", "h_q_128_lengths"},
+       6,
+       40,
+       "ops/sparse_mla_backward/"},
+  };
   return suite;
 }
 

@@ -588,6 +588,36 @@ Suite sparse_mla_decode() {
                  .keys_per_split = number(settings, "keys_per_split")},
                 true);
   };
+  suite.unsupported = {
+      {"sm80 sm90", "needs q of bfloat16", "fp32 fp32_q fp32_v32"},
+      {"sm80 sm90", "needs a cache of bfloat16 or of bytes", "fp32_cache"},
+      {"sm80 sm90", "needs d_qk 576 or 512", "d_qk_40"},
+      {"sm80 sm90", "needs d_v 512", "d_v_100"},
+      {"sm80", "needs base and block stride of cache in multiples of 16 bytes", "bf16_unaligned_*"},
+      {"sm80 sm90", "needs base and block stride of cache in multiples of 16 bytes", "strided_q_len_3 v4_blocks_of_7"}};
+  suite.allocating = {"splits", "v4_two_caches"};
+  suite.subjects = {
+      // The forward's kernels with block tables. On sm90: several queries per CTA, steps that wrap around the rings.
+      {"sparse_mla_decode_sm80", "emu:sm80", {"bf16_topk_127", "bf16_tables"}, 20, 6},
+      // The split kernel and the merge: steps that wrap around the ring, lists of entries, scales of both kinds.
+      {"sparse_mla_decode_splits_sm80",
+       "emu:sm80",
+       {"v32_lists", "v32_some_scales", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
+       4,
+       9,
+       "ops/sparse_mla_decode/"},
+      {"sparse_mla_decode_splits_sm90",
+       "emu:sm90",
+       {"v32_lists", "v32_some_scales", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
+       4,
+       9,
+       "ops/sparse_mla_decode/"},
+      {"sparse_mla_decode_sm90",
+       "emu:sm90",
+       {"bf16_tables_h_q_64", "bf16_large_scores", "bf16_h_q_33", "bf16_many_tiles", "bf16_unaligned_h_q_40"},
+       3,
+       12},
+  };
   return suite;
 }
 

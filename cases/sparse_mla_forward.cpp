@@ -141,6 +141,48 @@ Suite sparse_mla_forward() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, sparse_mla_from(settings), {.share_keys = number(settings, "share_keys") != 0, .timed = true});
   };
+  suite.unsupported = {
+      {"sm100", "needs a call without window_kv", "window_*"},
+      {"sm80 sm90 sm100", "needs bfloat16 q and kv", "*_fp32 few_queries_many_keys lengths_many_keys v_is_k width_1"},
+      {"sm80 sm90", "needs d_qk 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+      {"sm100", "needs d_qk 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
+      {"sm80", "needs rows of q and kv 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided window_unaligned_*"},
+      {"sm100", "needs rows of q and kv 16-byte aligned, a positive row stride of kv",
+       "key_ranges_h_q_40 masks_h_q_40 strided"}};
+  suite.allocating = {"odd_widths_fp32", "topk_2049"};
+  suite.subjects = {
+      {"sparse_mla_forward_sm80", "emu:sm80", {"topk_127"}, 50, 6},
+      {"sparse_mla_forward_sm80_window", "emu:sm80", {"window_127"}, 20, 6},
+      {"sparse_mla_forward_sm90", "emu:sm90", {"d_qk_512_h_q_100", "masks_h_q_40", "many_tiles"}, 3, 6},
+      {"sparse_mla_forward_sm90_few_heads", "emu:sm90", {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"}, 3, 6},
+      // Window keys: the kernels for few heads, also with unaligned rows, and for many with d_qk 576.
+      {"sparse_mla_forward_sm90_window",
+       "emu:sm90",
+       {"window_large_scores_h_q_20", "window_d_qk_576_h_q_40", "window_unaligned_h_q_20"},
+       3,
+       6},
+      // Tensor copies of Q and of tiles of consecutive keys, several queries per CTA, row_max changes.
+      {"sparse_mla_forward_sm90_window_boxes",
+       "emu:sm90",
+       {"window_boxes", "window_boxes_dense", "window_boxes_extreme_rows_h_q_100", "window_large_scores_h_q_64"},
+       3,
+       8},
+      // Groups that wrap around the ring, several per CTA, row_max changes, and ungrouped queries.
+      {"sparse_mla_forward_sm90_groups",
+       "emu:sm90",
+       {"share_keys_many_queries", "share_keys_large_scores", "share_keys_d_qk_512_h_q_32",
+        "share_keys_many_queries_lengths"},
+       3,
+       12,
+       "ops/sparse_mla_forward/"},
+      // row_max changes, keys that wrap around the ring, rows of all lengths.
+      {"sparse_mla_forward_sm100",
+       "emu:sm100",
+       {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths", "many_tiles_h_q_40"},
+       6,
+       20},
+      {"sparse_mla_forward_sm100_pair", "emu:sm100", {"d_qk_512_h_q_100", "production", "large_scores_h_q_192"}, 6, 35},
+  };
   return suite;
 }
 

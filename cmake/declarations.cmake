@@ -6,5 +6,7 @@ set(HOPWELL_GENERATED ${CMAKE_CURRENT_BINARY_DIR}/generated)
 set(HOPWELL_INCLUDES ${HOPWELL_ROOT}/include ${HOPWELL_GENERATED}/include)
 file(GLOB HOPWELL_DECLARATIONS CONFIGURE_DEPENDS ${HOPWELL_ROOT}/src/ops/*/declaration.py ${HOPWELL_ROOT}/scripts/declare/*.py)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${HOPWELL_DECLARATIONS})
+# The names of these files say which operators the Python packages have.
+file(GLOB HOPWELL_PYTHON_OPERATORS CONFIGURE_DEPENDS ${HOPWELL_ROOT}/python/hopwell/reference/*.py ${HOPWELL_ROOT}/python/hopwell/torch/ops/*.py)
 execute_process(COMMAND ${Python3_EXECUTABLE} -B ${HOPWELL_ROOT}/scripts/declare --write ${HOPWELL_GENERATED}
   COMMAND_ERROR_IS_FATAL ANY)

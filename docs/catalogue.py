@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 from pieces import table
 
-PACKAGE = Path(__file__).resolve().parents[1] / "python" / "hopwell"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "hopwell"
+sys.path.insert(0, str(ROOT / "scripts" / "declare"))
+
+import declarations  # noqa: E402
 
 
 def exported(module: Path) -> list[str]:
@@ -43,6 +48,8 @@ def modules() -> dict[str, list[tuple[str, str]]]:
     for module, paths in places.items():
         text = described(paths[-1]) | described(paths[0])
         names = sorted({name for path in paths for name in exported(path)})
+        if module in ("hopwell.torch", "hopwell.reference"):  # their __all__ has the generated list of operators too
+            names = sorted({*names, *(operator.name for operator in declarations.load())})
         if module.startswith("hopwell.compat.") and not names:
             names = sorted(name for name in text if not name.startswith("_"))
         found[module] = [(name, text[name]) for name in names if name in text]

@@ -36,21 +36,14 @@ TARGETS = re.search(r"set\(HOPWELL_TARGETS (.*)\)", (ROOT / "cmake" / "targets.c
 BACKENDS = ("cpu", *(TARGETS[1].split() if TARGETS else ()))
 
 
-FAMILIES = {
-    "Sparse attention": ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution", "normalize_l1"),
-    "Compressed keys (DeepSeek-V4)": ("kv_compress", "kv_compress_backward"),
-    "Lightning indexer": ("lightning_indexer", "lightning_indexer_backward", "indexer_dense_loss"),
-    "Decode from a paged cache": ("paged_attention",),
-    "Paged caches": ("mla_cache_append", "paged_lightning_indexer", "sparse_mla_decode"),
-    "4-bit weights (NVFP4)": (
-        "nvfp4_linear",
-        "nvfp4_linear_backward",
-        "nvfp4_gemv",
-        "nvfp4_matmul",
-        "nvfp4_quantize",
-        "nvfp4_dequantize",
-    ),
-}
+FAMILIES = (  # in the order of the site; an operator's page names its own
+    "Sparse attention",
+    "Compressed keys (DeepSeek-V4)",
+    "Lightning indexer",
+    "Decode from a paged cache",
+    "Paged caches",
+    "4-bit weights (NVFP4)",
+)
 
 
 # ---- lists from the sources ----------------------------------------------------------------------------------------
@@ -75,18 +68,8 @@ def docstrings() -> dict[str, str]:
 
 
 def registered() -> dict[str, set[str]]:
-    """Returns the backends that register a kernel, by operator. In a folder with several operators, the name of the
-    registration ends the operator's name.
-    """
-    found: dict[str, set[str]] = {}
-    for folder in sorted((ROOT / "src" / "ops").iterdir()):
-        for backend in BACKENDS:
-            for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
-                text = source.read_text() if source.exists() else ""
-                for name in re.findall(r"Registration(?:<\w+>)? (\w+)\{", text):
-                    operator = f"{folder.name.split('_')[0]}_{name}"
-                    found.setdefault(operator if operator in operators() else folder.name, set()).add(backend)
-    return found
+    """Returns the backends that register a kernel, by operator."""
+    return declarations.registered(declarations.load())
 
 
 def readme_chips() -> dict[str, list[str]]:
@@ -149,11 +132,24 @@ def operator_list() -> str:
     return table(["operator", "what it computes"], rows)
 
 
+def by_family() -> dict[str, list[str]]:
+    """Returns the names of the operators by the family that their pages name: `<!-- family: ... -->`."""
+    found: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for name in operators():
+        named = re.search(
+            r"^<!-- family: (.*) -->$", (ROOT / "docs/operators" / f"{name}.md").read_text(), re.MULTILINE
+        )
+        if named is None or named[1] not in found:
+            raise ValueError(f"docs/operators/{name}.md: expected <!-- family: NAME --> with a name in {FAMILIES}")
+        found[named[1]].append(name)
+    return found
+
+
 def families(folder: str = "") -> str:
     """Operators by family: page, first line of the docstring, chips; and the pages in the site's contents."""
     first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
     text = ""
-    for family, names in FAMILIES.items():
+    for family, names in by_family().items():
         rows = [[f"[`{name}`]({folder}{name}.md)", first[name], *readme_chips()[name]] for name in names]
         text += f"## {family}\n\n{table(['operator', 'what it computes', *BACKENDS], rows)}\n"
         text += contents(" ".join(names)) + "\n"

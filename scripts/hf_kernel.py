@@ -23,7 +23,10 @@ from pathlib import Path
 NAME, VERSION = "hopwell", 0  # `kernels` keeps version 0 for packages whose interface may change
 ARCHS = ["8.0", "9.0", "10.0"]
 # What needs only PyTorch, numpy and ml_dtypes. Entry points of other projects and the reference stay out.
-PARTS = ("__init__.py", "_arrays.py", "_checks.py", "_hooks.py", "_operators.py", "_ops.py", "lib", "torch")
+PARTS = (
+    *("__init__.py", "_arrays.py", "_checks.py", "_hooks.py", "_operators.py", "_ops.py", "_torch_ops.py"),
+    *("lib", "torch"),
+)
 INIT = '''"""Hopwell's operators and modules in PyTorch: sparse MLA, the lightning indexer, paged attention, NVFP4."""
 
 from .package.torch import *  # noqa: F403

@@ -49,14 +49,9 @@ def decode_shape(q: Array, d_v: Any) -> tuple[int, ...]:
     return (*shape[:-1], extent(d_v, shape[-1] if shape else 0))
 
 
-def check_indexer_outputs(topk: int, *outputs: Any) -> None:
-    """Arrays that are given for indices and scores have `topk` columns."""
-    for argument, array in zip(("indices", "scores"), outputs, strict=True):
+def check_columns(name: str, topk: int, **outputs: Any) -> None:
+    """Arrays that are given for these outputs have `topk` columns."""
+    for argument, array in outputs.items():
         shape = shape_of(array)
         if shape and shape[-1] != topk:
-            raise ValueError(f"paged_lightning_indexer: {argument} must be of topk = {topk} columns; got {list(shape)}")
-
-
-def indexer_shape(q_index: Array, topk: int) -> tuple[int, ...]:
-    """[b, q_len, topk], or [b, topk] for a q_index [b, h_index, d_index]."""
-    return (*shape_of(q_index)[:-2], topk)
+            raise ValueError(f"{name}: {argument} must be of topk = {topk} columns; got {list(shape)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import declarations
 import functions
 import headers
+import packages
 import sources
 from declare import Operator
 
@@ -22,10 +23,13 @@ def write(folder: Path, operators: list[Operator]) -> None:
         "include/hopwell/operators.h": headers.c_header(operators),
         "include/hopwell/operators.hpp": headers.cpp_header(operators),
         "operators.inc": sources.operator_list(operators),
+        "emulated_checks.cmake": sources.emulated_checks(operators),
         "entry_points.cpp": sources.entry_points(operators),
         "python_operators.cpp": sources.binding(operators),
         "python/hopwell/_operators.py": functions.functions(operators),
         "python/hopwell/_hopwell.pyi": functions.stub(operators),
+        "python/hopwell/_reference.py": packages.exports(operators, PACKAGE, "reference"),
+        "python/hopwell/_torch_ops.py": packages.exports(operators, PACKAGE, "torch/ops", "_"),
     }
     for name, text in files.items():
         path = folder / name

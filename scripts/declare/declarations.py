@@ -61,6 +61,19 @@ def load() -> list[Operator]:
     return operators
 
 
+def registered(operators: list[Operator]) -> dict[str, set[str]]:
+    """The backends of each operator, from the registrations in src/ops/<folder>/<backend>.cpp and .cu. In a folder with
+    several operators, the name of the registration ends the operator's name.
+    """
+    found: dict[str, set[str]] = {operator.name: set() for operator in operators}
+    for source in sorted(OPERATIONS.glob("*/*.c*")):
+        folder = source.parent.name
+        for name in re.findall(r"\bRegistration(?:<\w+>)? (\w+)\{", source.read_text()):
+            operator = f"{folder.split('_')[0]}_{name}"
+            found[operator if operator in found else folder].add(source.stem)
+    return found
+
+
 def _checked(operator: Operator, folder: str) -> Operator:
     names = [a.python_name for a in flat_with_python(operator)]
     for name in operator.returns:

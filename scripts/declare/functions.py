@@ -25,6 +25,7 @@ from declare import (
 )
 
 WIDTH = 120
+HOOKS = declarations.OPERATIONS.parents[1] / "python" / "hopwell" / "_hooks.py"
 
 FUNCTIONS = '''\
 """The operators as Python functions. Generated from src/ops/<operator>/declaration.py: do not edit."""
@@ -45,7 +46,9 @@ from ._arrays import (
     flag,
     shape_of,
 )
-from ._hooks import {hooks}
+from ._hooks import (
+{hooks}
+)
 
 __all__ = [
 {names}
@@ -387,9 +390,9 @@ def function(operator: Operator) -> str:
 
 def functions(operators: list[Operator]) -> str:
     text = "\n\n".join(function(operator) for operator in operators).rstrip("\n")
-    hooks = sorted(set(re.findall(r"\b(?:check_accumulate|check_indexer_outputs|\w+_shape)(?=\()", text)))
+    defined = re.findall(r"^def (\w+)", HOOKS.read_text(), re.MULTILINE)
     return FUNCTIONS.format(
-        hooks=", ".join(hooks),
+        hooks="\n".join(f"    {name}," for name in sorted(defined)),
         names="\n".join(f'    "{n}",' for n in sorted(o.name for o in operators)),
         functions=text,
     )

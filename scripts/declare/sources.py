@@ -25,6 +25,13 @@ def operator_list(operators: list[Operator]) -> str:
     return "// Generated.\n" + "".join(f"HOPWELL_OPERATOR({operator.name})\n" for operator in operators)
 
 
+def emulated_checks(operators: list[Operator]) -> str:
+    """The operators and emulated backends whose cases tests/CMakeLists.txt runs."""
+    found = declarations.registered(operators)
+    pairs = [f"{name}@emu:{backend}" for name in found for backend in sorted(found[name]) if backend != "cpu"]
+    return f"set(HOPWELL_EMULATED_CHECKS {' '.join(pairs)})\n"
+
+
 # ---- the functions of the library -----------------------------------------------------------------------
 
 ENTRY_POINTS = """\

@@ -11,7 +11,6 @@
 #include <string_view>
 
 #include "cases/case.hpp"
-#include "cases/refused.hpp"
 #include "commands.hpp"
 #include "model.hpp"
 #include "table.hpp"
@@ -92,7 +91,7 @@ nlohmann::json listed(const cases::Suite& suite) {
   for (const char* target : {"sm80", "sm90", "sm100"}) {
     std::vector<std::pair<std::string, nlohmann::json>> reasons;  // in the order of the cases
     for (const cases::Case& c : suite.cases) {
-      const std::string reason = cases::refusal(suite.op, c.name, target);
+      const std::string reason = cases::reason_of(suite.unsupported, c.name, target);
       if (reason.empty()) continue;
       auto at = std::find_if(reasons.begin(), reasons.end(), [&](const auto& entry) { return entry.first == reason; });
       if (at == reasons.end()) at = reasons.insert(at, {reason, nlohmann::json::array()});

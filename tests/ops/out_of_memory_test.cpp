@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <map>
 #include <new>
 
 #include "cases/case.hpp"
@@ -104,40 +103,14 @@ void expect_errors(Instance& instance, bool once) {
 
 class OutOfMemory : public testing::TestWithParam<const Suite*> {};
 
-// Small cases that between them reach every way through an operator: each is called once an allocation.
-const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
-    {"sparse_mla_forward", {"odd_widths_fp32", "topk_2049"}},
-    {"sparse_mla_backward", {"odd_widths_fp32", "topk_2049", "dkv_bf16"}},
-    {"attention_distribution", {"odd_widths_fp32_l1"}},
-    {"paged_attention", {"bias_fused_extent_1", "infinite_values_group_nhd_fp32", "hnd_bf16_block_5_bad_pages"}},
-    {"nvfp4_gemv", {"nan_scales_blocked"}},
-    {"nvfp4_linear", {"outliers_bf16", "nan_scales_n_4", "huge_x_n_33"}},
-    {"nvfp4_linear_backward", {"strided"}},
-    {"nvfp4_matmul", {"m_1_k_tail", "few_rows_of_a"}},
-    {"nvfp4_quantize", {"own_global_ties_bf16", "blocked"}},
-    {"nvfp4_dequantize", {"fp16_blocked"}},
-    {"lightning_indexer", {"odd_shape", "longest_row_one_query"}},
-    {"lightning_indexer_backward", {"odd_shape", "topk_65"}},
-    {"indexer_dense_loss", {"one_key"}},
-    {"normalize_l1", {"strided_in_place"}},
-    {"kv_compress", {"documents"}},
-    {"kv_compress_backward", {"documents", "v4_hca"}},
-    {"mla_cache_append", {"v32", "rotated_few"}},
-    {"sparse_mla_decode", {"splits", "v4_two_caches"}},
-    {"paged_lightning_indexer", {"fp8", "bf16_many_keys"}},
-};
-
 TEST_P(OutOfMemory, IsAnError) {
-  const auto names = kCases.find(GetParam()->op);
-  ASSERT_NE(names, kCases.end());
+  const Suite& suite = *GetParam();
+  ASSERT_FALSE(suite.allocating.empty()) << "cases/" << suite.op << ".cpp: name such cases in suite.allocating";
   const int threads_before = cpu::max_threads();
-  for (const std::string& name : names->second) {
+  for (const std::string& name : suite.allocating) {
     SCOPED_TRACE(name);
-    const auto& cases = GetParam()->cases;
-    const auto c = std::find_if(cases.begin(), cases.end(), [&](const Case& one) { return one.name == name; });
-    ASSERT_NE(c, cases.end());
     Random random(1);
-    Instance instance = c->make(random);
+    Instance instance = suite.case_named(name).make(random);
     for (const int threads : {1, 3}) {
       cpu::set_max_threads(threads);
       for (const bool once : {true, false}) expect_errors(instance, once);

@@ -5,13 +5,14 @@ from typing import Any
 import hopwell
 import numpy as np
 import pytest
-from calls import MAKERS, Call, as_torch, in_torch
+from calls import Call, as_torch, in_torch
+from operators import OPERATORS
 
 SEED = 11
 
 
 def make(operator: str, dtype: str = "float32") -> Call:
-    return MAKERS[operator](np.random.default_rng(SEED), dtype)
+    return OPERATORS[operator].call(np.random.default_rng(SEED), dtype)
 
 
 def run(call: Call, **changes: Any) -> Any:

@@ -4,24 +4,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import hopwell
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from bad_calls import check_message, make, run, run_in_torch
-from calls import MAKERS, as_torch, results
+from calls import as_torch, results
+from operators import OPERATORS
 from torch._subclasses import FakeTensorMode
 
 
 def array_arguments() -> Iterator[tuple[str, str]]:
-    for operator in MAKERS:
+    for operator in OPERATORS:
         for name, value in make(operator).arguments.items():
             if isinstance(value, np.ndarray):
                 yield operator, name
 
 
 every_array = pytest.mark.parametrize(("operator", "name"), list(array_arguments()))
-every_operator = pytest.mark.parametrize("operator", MAKERS)
+every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @every_array
@@ -76,35 +76,12 @@ def test_wrong_number_of_dimensions(operator: str, name: str) -> None:
             run(call, **{name: value.reshape(-1)[:1].reshape(())})
 
 
-# Dimensions that may have any size, whatever the other arguments.
-FREE = {
-    "sparse_mla_forward": {("kv", 0), ("indices", 2), ("window_kv", 0)},
-    "sparse_mla_backward": {("kv", 0), ("indices", 2), ("window_kv", 0)},
-    "attention_distribution": {("kv", 0), ("indices", 2)},
-    "paged_attention": {("q", 1), ("r", 1), ("block_tables", 1)},
-    "nvfp4_linear": {("x", 0)},
-    "nvfp4_linear_backward": {("d_out", 0)},
-    "nvfp4_quantize": {("x", 0)},
-    "lightning_indexer": {("k_index", 0)},
-    "lightning_indexer_backward": {("k_index", 0)},
-    "normalize_l1": {("attn", 0), ("attn", 1)},
-    "kv_compress_backward": {("d_out", 0)},
-    "mla_cache_append": {("cache", 0), ("cache", 1), ("cos_sin", 0)},
-    "paged_lightning_indexer": {("cache", 0), ("cache", 1), ("block_tables", 1)},
-    "sparse_mla_decode": {
-        *((name, axis) for name in ("cache", "extra_cache") for axis in (0, 1)),
-        *((name, 2) for name in ("indices", "extra_indices")),
-        *((name, 1) for name in ("block_tables", "extra_block_tables")),
-    },
-}
-
-
 @every_array
 def test_wrong_size(operator: str, name: str) -> None:
     call = make(operator)
     value = call.arguments[name]
     for axis in range(value.ndim):
-        if (name, axis) in FREE.get(operator, ()):
+        if (name, axis) in OPERATORS[operator].free:
             continue
         changed = np.concatenate([value, value.take([0], axis)], axis)
         with pytest.raises(ValueError, match=rf"{operator}: \w+ must be .*; got "):
@@ -146,88 +123,7 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
 
 @pytest.mark.parametrize(
     ("operator", "changes", "message"),
-    [
-        ("sparse_mla_forward", {"d_v": 0}, "d_v must be between 1 and d_qk = 40; got 0"),
-        ("sparse_mla_forward", {"d_v": 41}, "d_v must be between 1 and d_qk = 40; got 41"),
-        ("sparse_mla_forward", {"d_v": 10**15}, f"d_v must be between 1 and d_qk = 40; got {10**15}"),
-        (
-            "lightning_indexer",
-            {"k_scale": np.ones(90, np.float32)},
-            "q_scale and k_scale need float8_e4m3fn q_index and k_index; scales of bfloat16 and float32 belong",
-        ),
-        (
-            "lightning_indexer_backward",
-            {"q_index": np.zeros((5, 3, 16), ml_dtypes.float8_e4m3fn)},
-            "q_index must be bfloat16 or float32 [s_q, h_index, d_index]; got float8_e4m3fn [5, 3, 16]",
-        ),
-        ("sparse_mla_backward", {"attn_with_sink": True}, "attn_with_sink needs attn and attn_sink"),
-        (
-            "sparse_mla_backward",
-            {"attn_with_sink": True, "attn": np.zeros((5, 33), np.float32), "attn_sink": None},
-            "attn_with_sink needs attn and attn_sink",
-        ),
-        ("attention_distribution", {"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
-        ("indexer_dense_loss", {"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
-        ("indexer_dense_loss", {"normalize": "none"}, "normalize must be 'heads' or 'l1'; got 'none'"),
-        ("sparse_mla_forward", {"backend": "gpu"}, "backend must be one of sm100, "),
-        ("sparse_mla_forward", {"backend": 3}, "backend must be a name from hopwell.backends"),
-        ("sparse_mla_backward", {"accumulate": True}, "dkv must be given to accumulate into; got None"),
-        ("sparse_mla_backward", {"dkv_dtype": "float16"}, "dkv_dtype must be float32 or bfloat16; got float16"),
-        ("sparse_mla_backward", {"need_dq": False, "dq": np.zeros(1)}, "dq must be None where it is not needed"),
-        ("attention_distribution", {"normalize": "l2"}, "normalize must be 'none' or 'l1'; got 'l2'"),
-        ("nvfp4_gemv", {"out_dtype": "float8"}, "out_dtype must be float16, bfloat16 or float32; got float8"),
-        ("nvfp4_gemv", {"scale_layout": "tiled"}, "scale_layout must be 'plain' or 'blocked'; got 'tiled'"),
-        ("nvfp4_matmul", {"out_dtype": "float8"}, "out_dtype must be bfloat16, float16 or float32; got float8"),
-        ("nvfp4_matmul", {"scale_layout": "tiled"}, "scale_layout must be 'plain' or 'blocked'; got 'tiled'"),
-        (
-            "nvfp4_matmul",
-            {"out": np.zeros((19, 21), np.float32), "out_dtype": "float16"},
-            "out must be float16, as out_dtype says; got float32",
-        ),
-        ("nvfp4_linear", {"weight_global": None}, "weight_global must be a number or a 0-d float32 array; got None"),
-        (
-            "nvfp4_linear_backward",
-            {"weight_global": None},
-            "weight_global must be a number or a 0-d float32 array; got None",
-        ),
-        ("kv_compress", {"ratio": 0}, "ratio must be at least 1; got 0"),
-        ("kv_compress", {"gate": np.zeros((29, 14), np.float32)}, "gate must be float32 [s=29, w=16]; got "),
-        (
-            "kv_compress",
-            {"position_bias": np.zeros((4, 16), np.float32)},
-            "position_bias must be float32 [ratio=3, w=16",
-        ),
-        ("kv_compress", {"position_bias": np.zeros((3, 16))}, "position_bias must be float32"),
-        ("kv_compress", {"cu_compressed": None}, "cu_seqlens and cu_compressed are given together"),
-        ("kv_compress", {"cu_seqlens": None}, "cu_seqlens and cu_compressed are given together"),
-        ("kv_compress", {"cu_seqlens": np.zeros(4, np.int64)}, "cu_seqlens must be int32"),
-        ("kv_compress", {"cu_compressed": np.zeros(3, np.int32)}, "cu_compressed must be int32"),
-        ("kv_compress_backward", {"d_out": np.zeros((9, 16), np.float32)}, "d_out must be "),
-        ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
-        ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
-        ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),
-        (
-            "sparse_mla_backward",
-            {"dkv": np.zeros((90, 1, 40), np.float32), "dkv_dtype": "bfloat16"},
-            "dkv must be bfloat16, as dkv_dtype says; got float32",
-        ),
-        (
-            "sparse_mla_backward",
-            {"dkv": torch.zeros(90, 1, 40, dtype=torch.bfloat16)},
-            "dkv must be float32, as dkv_dtype says; got bfloat16",
-        ),
-        (
-            "nvfp4_gemv",
-            {"out": np.zeros((20, 1, 3), np.float32), "out_dtype": "float16"},
-            "out must be float16, as out_dtype says; got float32",
-        ),
-        ("nvfp4_dequantize", {"dtype": "float64"}, "dtype must be float32, float16 or bfloat16; got float64"),
-        ("lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0; got -1"),
-        ("lightning_indexer", {"topk": 2**31}, f"topk must be an integer of at most {2**31 - 1}; got {2**31}"),
-        ("lightning_indexer", {"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}; got {2**62}"),
-        ("lightning_indexer", {"topk": 2**70}, f"topk must be an integer of at most {2**31 - 1}; got {2**70}"),
-        ("lightning_indexer", {"topk": 2.0}, "topk must be an integer of at least 0; got 2.0"),
-    ],
+    [(name, changes, message) for name, one in OPERATORS.items() for changes, message in one.messages],
 )
 def test_messages(operator: str, changes: dict[str, Any], message: str) -> None:
     check_message(operator, changes, message)
@@ -250,18 +146,7 @@ def test_integers_in_torch(operator: str, number: Any) -> None:
 
 @pytest.mark.parametrize(
     ("operator", "changes", "message"),
-    [
-        ("sparse_mla_forward", {"d_v": 2**62}, "d_v must be between 1 and d_qk = 40"),
-        ("sparse_mla_forward", {"d_v": 0}, "d_v must be between 1 and d_qk = 40"),
-        ("sparse_mla_forward", {"d_v": 2**70}, "d_v must be an integer of 64 bits"),
-        ("lightning_indexer", {"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}"),
-        ("lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0"),
-        ("lightning_indexer", {"topk": -(2**64)}, "topk must be an integer of 64 bits"),
-        ("nvfp4_gemv", {"out_dtype": "float64"}, "out_dtype must be float16, bfloat16 or float32; got float64"),
-        ("nvfp4_matmul", {"out_dtype": "float64"}, "out_dtype must be bfloat16, float16 or float32; got float64"),
-        ("nvfp4_dequantize", {"dtype": "int32"}, "dtype must be float32, float16 or bfloat16; got int32"),
-        ("sparse_mla_backward", {"dkv_dtype": "half"}, "dkv_dtype must be float32 or bfloat16; got half"),
-    ],
+    [(name, changes, message) for name, one in OPERATORS.items() for changes, message in one.fake_messages],
 )
 def test_fake_kernels_say_it_too(operator: str, changes: dict[str, Any], message: str) -> None:
     call = make(operator)
@@ -323,28 +208,12 @@ def test_floats_are_no_codes(run_it: Any) -> None:
             run_it(call, **{name: floats if run_it is run else as_torch(floats)})
 
 
-# Arguments that choose, and something they may be.
-CHOICES = {
-    "sparse_mla_backward": {"dkv_dtype": "float32"},
-    "attention_distribution": {"normalize": "none"},
-    "paged_attention": {"layout": "nhd", "bias_kind": "key", "out_of_range": "zero"},
-    "nvfp4_gemv": {"out_dtype": "float32", "scale_layout": "plain"},
-    "nvfp4_linear": {"scale_layout": "plain"},
-    "nvfp4_linear_backward": {"scale_layout": "plain"},
-    "nvfp4_matmul": {"out_dtype": "float32", "scale_layout": "plain"},
-    "nvfp4_quantize": {"scale_layout": "plain"},
-    "nvfp4_dequantize": {"dtype": "float32", "scale_layout": "plain"},
-    "kv_compress": {"out_dtype": "float32"},
-    "mla_cache_append": {"scale_format": "pow2"},
-}
-
-
 @every_operator
 @pytest.mark.parametrize("run_it", [run, run_in_torch])
 def test_choices_are_strings_of_unicode(operator: str, run_it: Any) -> None:
     """A lone surrogate has no UTF-8, and a zero does not end a string. Messages can be printed all the same."""
     call = make(operator)
-    for name, good in {**CHOICES.get(operator, {}), "backend": "cpu"}.items():
+    for name, good in {**OPERATORS[operator].choices, "backend": "cpu"}.items():
         run_it(call, **{name: good})
         for wrong in ("\ud800", good + "\0", good + "\0x", "\0"):
             with pytest.raises(ValueError, match=rf"^{operator}: {name} must be .*; got ") as raised:
@@ -387,7 +256,7 @@ def test_a_backend_that_is_not_there_is_an_error_of_its_own(operator: str) -> No
 
 
 def with_outputs() -> Iterator[tuple[str, str]]:
-    for operator in MAKERS:
+    for operator in OPERATORS:
         for name in make(operator).outputs:
             yield operator, name
 

@@ -194,7 +194,7 @@ def test_disagreement_ends_with_1_and_a_process_that_dies_takes_nothing_else_wit
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nvfp4"], "operator: expected one of sparse_mla_forward"),
+        (["nvfp4"], "operator: expected one of attention_distribution"),
         (["normalize_l1", "--rounds", "0"], "--rounds: expected at least 1; got 0"),
         (["normalize_l1", "--limit", "0"], "--limit: expected more than 0 seconds; got 0"),
         (["normalize_l1", "--shape", "row=1"], "normalize_l1: --shape: expected NAME=N with NAME one of rows, columns"),

@@ -9,9 +9,10 @@ import hopwell
 import numpy as np
 import pytest
 import torch
-from calls import MAKERS, as_torch, assert_results, results
+from calls import as_torch, assert_results, results
 from hopwell import reference
 from hopwell.torch import nn, sparse_mla
+from operators import OPERATORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -28,7 +29,7 @@ def on_device(arguments: dict[str, Any], device: int) -> dict[str, Any]:
 def make_call(operator: str) -> Any:
     """A bfloat16 call that GPU backends support: MLA's kernels need DeepSeek's head dimensions."""
     rng = np.random.default_rng(SEED)
-    call = MAKERS[operator](rng, "bfloat16")
+    call = OPERATORS[operator].call(rng, "bfloat16")
     if "mla" in operator or operator in ("attention_distribution", "indexer_dense_loss"):
         wide = (rng.standard_normal((5, 64, 576)), rng.standard_normal((90, 1, 576)))
         call.arguments |= {name: x.astype("bfloat16") for name, x in zip(("q", "kv"), wide, strict=True)}
@@ -58,14 +59,14 @@ def check(operator: str, device: int) -> None:
     assert_results(call, tuple(x.cpu() for x in results(actual)), expected)
 
 
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_eager(operator: str) -> None:
     torch.cuda.set_device(0)
     check(operator, 1)
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_in_a_graph(operator: str) -> None:
     torch.cuda.set_device(0)
     call = make_call(operator)
@@ -90,7 +91,7 @@ def test_two_threads_on_two_devices() -> None:
     def work(device: int) -> None:
         torch.cuda.set_device(1 - device)
         for _ in range(5):
-            for operator in MAKERS:
+            for operator in OPERATORS:
                 try:
                     check(operator, device)
                 except Exception as error:
@@ -104,7 +105,7 @@ def test_two_threads_on_two_devices() -> None:
     assert not failures
 
 
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_stream_of_the_other_device(operator: str) -> None:
     arguments = on_device(make_call(operator).arguments, 1)
     with pytest.raises(ValueError, match=f"{operator}: stream must be of cuda:1, where the tensors are; got .*cuda:0"):

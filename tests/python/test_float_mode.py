@@ -10,7 +10,8 @@ import hopwell
 import numpy as np
 import pytest
 import torch
-from calls import MAKERS, Call, results
+from calls import Call, results
+from operators import OPERATORS
 
 MATH = ctypes.CDLL("libm.so.6")
 # What fesetround() takes.
@@ -51,9 +52,9 @@ def with_subnormals(call: Call) -> dict[str, Any]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", [*ROUNDING, FLUSH])
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_results_do_not_depend_on_the_callers_mode(operator: str, name: str, threads: int) -> None:
-    call = MAKERS[operator](np.random.default_rng(0), "float32")
+    call = OPERATORS[operator].call(np.random.default_rng(0), "float32")
     function = getattr(hopwell, operator)
     hopwell.set_num_threads(threads)
     try:

@@ -16,15 +16,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from fuzz import backends, bounds, judge_indexer, right, run
+from fuzz import backends, bounds, run
 from fuzz.__main__ import Run, groups_of, main
+from fuzz.call import FuzzedCall
 from fuzz.device import Backwards, DeviceCall
 from hypothesis import HealthCheck, Phase, given, settings
+from operators import OPERATORS
+from operators.lightning_indexer import check_selection
 
 CPU = torch.device("cpu")
 
 
-def for_calls(operator: str, check: Callable[[right.FuzzedCall], None], count: int = 10) -> None:
+def for_calls(operator: str, check: Callable[[FuzzedCall], None], count: int = 10) -> None:
     @hypothesis.seed(0)
     @settings(
         max_examples=count,
@@ -33,8 +36,8 @@ def for_calls(operator: str, check: Callable[[right.FuzzedCall], None], count: i
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(right.CALLS[operator]())
-    def all_of_them(call: right.FuzzedCall) -> None:
+    @given(OPERATORS[operator].right())
+    def all_of_them(call: FuzzedCall) -> None:
         check(call)
 
     all_of_them()
@@ -52,9 +55,9 @@ def view_of(array: Any) -> Any:
     return np.ndarray(array.shape, array.dtype, memory, below, strides)
 
 
-@pytest.mark.parametrize("operator", right.CALLS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_arrays_are_the_same_views(operator: str) -> None:
-    def check(call: right.FuzzedCall) -> None:
+    def check(call: FuzzedCall) -> None:
         there = DeviceCall(call, CPU)
         for name, value in call.arguments.items():
             if isinstance(value, np.ndarray):
@@ -64,9 +67,9 @@ def test_arrays_are_the_same_views(operator: str) -> None:
     for_calls(operator, check)
 
 
-@pytest.mark.parametrize("operator", right.CALLS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_right_calls_through_the_layer(operator: str) -> None:
-    def check(call: right.FuzzedCall) -> None:
+    def check(call: FuzzedCall) -> None:
         assert backends.check(call, "cpu", CPU) is None
 
     for_calls(operator, check)
@@ -75,7 +78,7 @@ def test_right_calls_through_the_layer(operator: str) -> None:
 def test_arrays_that_lie_backwards_are_exported() -> None:
     found = []
 
-    def check(call: right.FuzzedCall) -> None:
+    def check(call: FuzzedCall) -> None:
         found.extend(x for x in DeviceCall(call, CPU).arguments.values() if isinstance(x, Backwards))
 
     for_calls("paged_attention", check, 30)
@@ -86,7 +89,7 @@ def test_arrays_that_lie_backwards_are_exported() -> None:
 def test_a_stray_write_is_noticed(where: str) -> None:
     noticed = []
 
-    def check(call: right.FuzzedCall) -> None:
+    def check(call: FuzzedCall) -> None:
         call.memory.remember()
         there = DeviceCall(call, CPU)
         block, buffer = there._buffers[0]
@@ -155,13 +158,13 @@ def test_scores_of_hopper_are_judged_by_its_own_bound() -> None:
     arguments = {"q_index": q, "k_index": k, "weights": weights, "topk": 60}
     results = indices, scores.astype(np.float32)
     for backend in ("sm90", "emu:sm90"):
-        judge_indexer.check_selection(arguments, backend, *results)
+        check_selection(arguments, backend, *results)
     for backend in ("cpu", "sm80"):
         with pytest.raises(AssertionError, match="is off by"):
-            judge_indexer.check_selection(arguments, backend, *results)
+            check_selection(arguments, backend, *results)
     results[1][0, 7] += 1
     with pytest.raises(AssertionError, match="is off by"):
-        judge_indexer.check_selection(arguments, "sm90", *results)
+        check_selection(arguments, "sm90", *results)
 
 
 def test_bounds_of_gpus() -> None:

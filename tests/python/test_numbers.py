@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from calls import MAKERS, as_torch, in_torch, results
+from calls import as_torch, in_torch, results
 from hopwell.compat import cudnn, deep_gemm, megatron, tilelang, vllm
 from hopwell.torch import key_ranges, nn
 from hopwell.torch.parallel import ContextShard
+from operators import OPERATORS
 from test_torch_nn import D_MODEL, make_dsa
 
 INTEGERS = (np.int64, np.int32, np.uint8, np.uint64)
@@ -32,9 +33,9 @@ def bits(values: Any) -> list[bytes | None]:
     return [None if x is None else np.ascontiguousarray(x).tobytes() for x in map(np.asarray, results(values))]
 
 
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_numbers_of_operators(operator: str) -> None:
-    call = MAKERS[operator](np.random.default_rng(0), "float32").arguments | MORE.get(operator, {})
+    call = OPERATORS[operator].call(np.random.default_rng(0), "float32").arguments | MORE.get(operator, {})
     for run, convert in ((getattr(hopwell, operator), lambda x: x), (in_torch(operator), as_torch)):
         given = {name: convert(value) for name, value in call.items()}
         expected = bits(run(**given))
@@ -52,7 +53,7 @@ GLOBALS = {"nvfp4_linear": "weight_global", "nvfp4_dequantize": "global_scale", 
 @pytest.mark.parametrize(("operator", "name"), GLOBALS.items())
 def test_globals(operator: str, name: str) -> None:
     """Of any type of number, although arrays are taken too. numpy's bool is not a number."""
-    call = MAKERS[operator](np.random.default_rng(0), "float32").arguments
+    call = OPERATORS[operator].call(np.random.default_rng(0), "float32").arguments
     for run, convert in ((getattr(hopwell, operator), lambda x: x), (in_torch(operator), as_torch)):
         given = {n: convert(value) for n, value in call.items()}
         expected = bits(run(**given | {name: 2.0}))

@@ -14,16 +14,18 @@ from typing import Any
 
 import calls
 import hopwell
+import hopwell.bench.operators
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from calls import DTYPES, FLOAT8, MAKERS, OPERATOR_AND_DTYPE, as_torch, assert_results, results
+from calls import DTYPES, FLOAT8, as_torch, assert_results, results
 from hopwell import _hopwell, reference
+from operators import OPERATOR_AND_DTYPE, OPERATORS
 
 every_call = pytest.mark.parametrize(("operator", "dtype"), OPERATOR_AND_DTYPE)
-WITH_OUTPUTS = {name for name in MAKERS if MAKERS[name](np.random.default_rng(0), "float32").outputs}
-every_operator = pytest.mark.parametrize("operator", MAKERS)
+WITH_OUTPUTS = {name for name in OPERATORS if OPERATORS[name].call(np.random.default_rng(0), "float32").outputs}
+every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 def run(call: calls.Call, **changes: Any) -> Any:
@@ -49,9 +51,19 @@ def with_gaps(x: Any, name: str = "") -> Any:
     return view
 
 
+def test_every_operator_has_its_functions() -> None:
+    folders = {
+        "reference": reference.__all__,
+        "torch/ops": hopwell.torch.ops.__all__,
+        "bench/operators": hopwell.bench.operators.OPERATORS,
+    }
+    missing = {folder: sorted(set(OPERATORS) - set(names)) for folder, names in folders.items()}
+    assert not any(missing.values()), "write these functions in files of their names, as normalize_l1 has them"
+
+
 @every_call
 def test_numpy(operator: str, dtype: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, dtype)
+    call = OPERATORS[operator].call(rng, dtype)
     before = {name: value.tobytes() for name, value in call.arguments.items() if isinstance(value, np.ndarray)}
     actual = run(call)
     assert all(isinstance(x, np.ndarray) for x in results(actual))
@@ -62,7 +74,7 @@ def test_numpy(operator: str, dtype: str, rng: np.random.Generator) -> None:
 
 @every_call
 def test_torch(operator: str, dtype: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, dtype)
+    call = OPERATORS[operator].call(rng, dtype)
     actual = run(call, **{name: as_torch(value) for name, value in call.given().items()})
     assert all(isinstance(x, torch.Tensor) for x in results(actual))
     assert_results(call, actual, expected(call))
@@ -70,7 +82,7 @@ def test_torch(operator: str, dtype: str, rng: np.random.Generator) -> None:
 
 @every_call
 def test_dtypes_are_those_of_numpy_and_torch(operator: str, dtype: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, dtype)
+    call = OPERATORS[operator].call(rng, dtype)
     arrays = results(run(call))
     tensors = results(run(call, **{name: as_torch(value) for name, value in call.given().items()}))
     assert [x.dtype.name for x in arrays] == [str(x.dtype).removeprefix("torch.") for x in tensors]
@@ -80,7 +92,7 @@ def test_dtypes_are_those_of_numpy_and_torch(operator: str, dtype: str, rng: np.
 
 @pytest.mark.parametrize(("operator", "dtype"), [pair for pair in OPERATOR_AND_DTYPE if "nvfp4" not in pair[0]])
 def test_strides(operator: str, dtype: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, dtype)
+    call = OPERATORS[operator].call(rng, dtype)
     actual = run(call, **{name: with_gaps(value, name) for name, value in call.given().items()})
     for got, wanted in zip(results(actual), results(run(call)), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -88,7 +100,7 @@ def test_strides(operator: str, dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("operator", "dtype"), [pair for pair in OPERATOR_AND_DTYPE if pair[0] in WITH_OUTPUTS])
 def test_outputs_are_written_in_place(operator: str, dtype: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, dtype)
+    call = OPERATORS[operator].call(rng, dtype)
     plain = results(run(call))
     for convert in (lambda x: x, as_torch):
         given = {name: convert(np.full_like(plain[i], 99)) for i, name in enumerate(call.outputs)}
@@ -101,7 +113,7 @@ def test_outputs_are_written_in_place(operator: str, dtype: str, rng: np.random.
 
 @every_operator
 def test_read_only_inputs(operator: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, "bfloat16")
+    call = OPERATORS[operator].call(rng, "bfloat16")
     for value in call.arguments.values():
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
@@ -123,7 +135,7 @@ class Foreign:
 
 @every_operator
 def test_any_array_with_dlpack(operator: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, "float32")
+    call = OPERATORS[operator].call(rng, "float32")
     foreign = {
         name: Foreign(value) if isinstance(value, np.ndarray) and value.dtype.name in ("float32", "int32") else value
         for name, value in call.arguments.items()
@@ -179,10 +191,10 @@ class Temporary:
 
 
 @pytest.mark.parametrize(
-    "operator", sorted(set(MAKERS) - {"nvfp4_gemv", "nvfp4_linear", "nvfp4_linear_backward", "nvfp4_matmul"})
+    "operator", sorted(set(OPERATORS) - {"nvfp4_gemv", "nvfp4_linear", "nvfp4_linear_backward", "nvfp4_matmul"})
 )  # whose arrays it can't imitate
 def test_arrays_that_only_their_capsule_keeps(operator: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, "float32")
+    call = OPERATORS[operator].call(rng, "float32")
     inputs = [name for name in call.arguments if name not in call.written]
     arrays = {name: call.arguments[name] for name in inputs if isinstance(call.arguments[name], np.ndarray)}
     temporary = {name: Temporary(x) for name, x in arrays.items()}
@@ -205,7 +217,7 @@ class Framework(Foreign):
 
 
 def test_results_come_back_in_the_framework_of_the_first_array(rng: np.random.Generator) -> None:
-    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    call = OPERATORS["sparse_mla_forward"].call(rng, "float32")
     actual = run(call, q=Framework(call.arguments["q"]))
     assert all(isinstance(x, Framework) for x in actual)
     assert_results(call, tuple(x.array for x in actual), expected(call))
@@ -213,7 +225,7 @@ def test_results_come_back_in_the_framework_of_the_first_array(rng: np.random.Ge
 
 def test_two_dimensional_kv_and_indices(rng: np.random.Generator) -> None:
     for operator in ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution"):
-        call = MAKERS[operator](rng, "float32")
+        call = OPERATORS[operator].call(rng, "float32")
         kv, indices = call.arguments["kv"][:, 0], call.arguments["indices"][:, 0]
         wanted = results(run(call))
         for got, full in zip(results(run(call, kv=kv, indices=indices)), wanted, strict=True):
@@ -235,7 +247,7 @@ def test_a_kv_head_of_any_stride(dtype: str, rng: np.random.Generator) -> None:
 
 
 def test_backward_options(rng: np.random.Generator) -> None:
-    call = MAKERS["sparse_mla_backward"](rng, "float32")
+    call = OPERATORS["sparse_mla_backward"].call(rng, "float32")
     _, dkv, d_sink, d_window_kv = run(call)
     assert [x is None for x in run(call, need_dq=False)] == [True, False, False, False]
     assert [x is None for x in run(call, need_dkv=False)] == [False, True, False, False]
@@ -267,13 +279,13 @@ def test_backward_options(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, np.float16, np.dtype(np.float16)])
 def test_a_dtype_can_be_given_in_any_form(dtype: Any, rng: np.random.Generator) -> None:
-    call = MAKERS["nvfp4_gemv"](rng, "float16")
+    call = OPERATORS["nvfp4_gemv"].call(rng, "float16")
     assert run(call, out_dtype=dtype).dtype == np.float16
-    assert run(MAKERS["nvfp4_dequantize"](rng, "float32"), dtype=dtype).dtype == np.float16
+    assert run(OPERATORS["nvfp4_dequantize"].call(rng, "float32"), dtype=dtype).dtype == np.float16
 
 
 def test_float4_codes_of_torch(rng: np.random.Generator) -> None:
-    call = MAKERS["nvfp4_linear"](rng, "float32")
+    call = OPERATORS["nvfp4_linear"].call(rng, "float32")
     weight = as_torch(call.arguments["weight"]).view(torch.float4_e2m1fn_x2)
     x = as_torch(call.arguments["x"])
     bias, scale = as_torch(call.arguments["bias"]), as_torch(call.arguments["weight_scale"])
@@ -282,14 +294,14 @@ def test_float4_codes_of_torch(rng: np.random.Generator) -> None:
 
 
 def test_scalars_may_be_of_numpy_and_torch(rng: np.random.Generator) -> None:
-    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    call = OPERATORS["sparse_mla_forward"].call(rng, "float32")
     plain = run(call)
     for scale, d_v in ((np.float32(0.3), np.int64(24)), (torch.tensor(0.3), torch.tensor(24))):
         np.testing.assert_array_equal(run(call, sm_scale=scale, d_v=d_v)[0], plain[0])
 
 
 def test_gradients_are_refused_unless_they_are_off(rng: np.random.Generator) -> None:
-    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    call = OPERATORS["sparse_mla_forward"].call(rng, "float32")
     tensors = {name: as_torch(value) for name, value in call.given().items()}
     tensors["kv"].requires_grad_()
     with pytest.raises(ValueError, match="sparse_mla_forward: kv requires grad"):
@@ -327,7 +339,7 @@ def test_backends_and_version() -> None:
 
 @every_operator
 def test_explain(operator: str, rng: np.random.Generator) -> None:
-    call = MAKERS[operator](rng, "float32")
+    call = OPERATORS[operator].call(rng, "float32")
     lines = dict(line.split(": ", 1) for line in hopwell.explain(operator, **call.arguments).splitlines())
     assert lines["cpu"] == "chosen"
     assert {"sm80", "sm90", "sm100"} <= set(lines)
@@ -336,7 +348,7 @@ def test_explain(operator: str, rng: np.random.Generator) -> None:
 def test_explain_checks_its_arguments(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match=r"explain: operator must be one of .*sparse_mla_forward.*; got gemm"):
         hopwell.explain("gemm")
-    call = MAKERS["nvfp4_linear"](rng, "float32")
+    call = OPERATORS["nvfp4_linear"].call(rng, "float32")
     with pytest.raises(ValueError, match="nvfp4_linear: bias must be"):
         hopwell.explain(call.operator, **{**call.arguments, "bias": call.arguments["x"]})
 
@@ -345,7 +357,7 @@ def digest() -> str:
     """Of all results of all operators on fixed data."""
     bits = hashlib.sha256()
     for operator, dtype in OPERATOR_AND_DTYPE:
-        for x in results(run(MAKERS[operator](np.random.default_rng(5), dtype))):
+        for x in results(run(OPERATORS[operator].call(np.random.default_rng(5), dtype))):
             bits.update(np.ascontiguousarray(x).view(np.uint8).tobytes())
     return bits.hexdigest()
 
@@ -418,7 +430,7 @@ def test_the_global_lock_is_released() -> None:
 
 
 def test_concurrent_calls_from_python_threads(rng: np.random.Generator) -> None:
-    call = MAKERS["sparse_mla_forward"](rng, "bfloat16")
+    call = OPERATORS["sparse_mla_forward"].call(rng, "bfloat16")
     wanted = run(call)
     found: list[Any] = []
     workers = [threading.Thread(target=lambda: found.extend(run(call) for _ in range(10))) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""paged_lightning_indexer beside lightning_indexer over the same keys in one tensor: equal bits."""
+"""paged_lightning_indexer has the bits of lightning_indexer over the same keys in one tensor, in any batch."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import hopwell
 import numpy as np
 import pytest
 import torch
+import zero_difference
+from bad_calls import make, run
 from hopwell.torch import mla_cache_append
 
 D = 128
@@ -106,3 +108,64 @@ def test_without_scores_the_indices_are_the_same(form: str, rng: np.random.Gener
     in_torch = hopwell.torch.paged_lightning_indexer(*arguments, scores=False)
     assert in_torch[1] is None
     assert same_bits(in_torch[0], indices)
+
+
+# ---- in any batch and on any pages, as in test_zero_difference_decode.py
+
+
+class PagedIndexer:
+    """A problem of the paged indexer, and calls for some of its sequences and queries on other pages."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.rng, self.backend, self.device = rng, backend, zero_difference.device_of(backend)
+        self.b, self.q_len, self.heads = [(3, 3, 8), (9, 2, 32), (2, 1, 64)][int(rng.integers(3))]
+        self.tokens, self.topk = int(rng.choice((90, 700))), int(rng.choice((40, 90, 300)))
+        self.is_fp8, self.relu = bool(rng.integers(2)), bool(rng.integers(2))
+        self.keys = zero_difference.random(rng, self.b, self.tokens, 128)
+        self.q = zero_difference.random(rng, self.b, self.q_len, self.heads, 128)
+        self.weights = zero_difference.random(rng, self.b, self.q_len, self.heads).float()
+        if self.is_fp8:
+            self.q = self.q.to(torch.float8_e4m3fn)
+        self.lens = torch.from_numpy(rng.integers(0, self.tokens + 1, (self.b, self.q_len)).astype(np.int32))
+        self.whole = self.run(slice(None), slice(0, self.q_len))
+
+    def run(self, sequences: slice, queries: slice) -> tuple[torch.Tensor, ...]:
+        """Indices, scores and lengths of these queries."""
+        row, spare = 132 if self.is_fp8 else 128, int(self.rng.integers(9))
+        cache, tables = (
+            x.to(self.device)
+            for x in zero_difference.on_pages(self.rng, self.keys[sequences], row, (1, 7, 16, 64), spare)
+        )
+        q, weights, lens = (x[sequences, queries].to(self.device) for x in (self.q, self.weights, self.lens))
+        lengths = torch.empty(lens.shape, dtype=torch.int32, device=self.device)
+        options = {"relu": self.relu, "lengths": lengths, "backend": self.backend}
+        return *hopwell.paged_lightning_indexer(q, cache, weights, self.topk, tables, lens, **options), lengths
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
+        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
+        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
+        names = ("indices", "scores", "lengths")
+        for name, whole, mine in zip(names, self.whole, self.run(sequences, queries), strict=True):
+            assert same_bits(whole[sequences, queries], mine), f"{name} of sequences {sequences}, queries {queries}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_difference(backend: str, rng: np.random.Generator) -> None:
+    zero_difference.check_parts(PagedIndexer, backend, rng)
+
+
+def test_outputs_lie_in_memory_of_their_own() -> None:
+    call = make("paged_lightning_indexer")
+    memory = np.zeros(2 * 4 * 2 * 17, np.int32)
+    indices = memory[: 4 * 2 * 17].reshape(4, 2, 17)
+    lens = memory[100:104]
+    for wrong in (
+        {"indices": indices, "context_lens": lens},
+        {"indices": indices, "lengths": memory[4:12].reshape(4, 2)},
+        {"indices": indices, "scores": memory[17 : 17 + 4 * 2 * 17].view(np.float32).reshape(4, 2, 17)},
+    ):
+        with pytest.raises(ValueError, match=r"paged_lightning_indexer: \w+ must be an output in memory of its own"):
+            run(call, **wrong)
+    assert not memory.any()

@@ -107,3 +107,18 @@ def test_rows_divided_by_their_sums(rng: Generator) -> None:
     expected = reference.normalize_l1(rows)
     assert reference.normalize_l1(rows, out=rows) is rows
     assert_close(rows, expected)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "indexer_dense_loss": [
+        ("np.logaddexp(row_lse, _sink(name, attn_sink, h_q))", "row_lse", "no sink in the target of the loss"),
+        ('h_q if normalize == "heads" else', "h_q if True else", "l1 ignored by the loss"),
+        ("target / (h_q if", "target / (1 if", "sum over heads for the mean"),
+        ("d_k[visible] += ", "d_k[visible] = ", "only the last query's d_k"),
+        ("- target)\n", ")\n", "target dropped from g"),
+        ("if of_row[s] == 0.0:", "if False:", "NaN of a row of weight 0"),
+        ("keys[first[s] :", "keys[0 :", "index scores of keys that are not seen"),
+    ],
+}

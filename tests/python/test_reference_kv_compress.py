@@ -99,3 +99,25 @@ def test_a_document_writes_its_own_rows(rng: Generator, end: int, made: int) -> 
     expected[:1] = pooled(kv, gate, 2, False, [(0, 2)]).numpy()
     expected[1 : 1 + made] = pooled(kv, gate, 2, False, [(5, 10)]).numpy()[:made]
     assert_close(out, expected, 1e-12)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "kv_compress": [
+        ("and j > 0:", "and first + j > 0:", "the previous block across a document's border"),
+        ("tokens - self.ratio]", "tokens]", "the own block taken for the previous one"),
+        ("self.d if self.overlap else 0", "0", "columns of the next block taken for the own ones"),
+        ("np.concatenate([r, r])", "np.concatenate([r, r[::-1]])", "bias of the previous block backwards"),
+        ("max(end - first, 0) // self.ratio", "-(-max(end - first, 0) // self.ratio)", "a tail makes a key"),
+        ("min(key_end, n)", "n", "keys beyond their document's rows"),
+        ("absent, 0.0, self.kv", "False, 0.0, self.kv", "values of absent entries"),
+        ("(values - out))\n    return", "values)\n    return", "out dropped from d_position_bias"),
+        ("= weighted * (values - out)", "= weighted * values", "out dropped from d_gate"),
+        (
+            "np.add.at(of_bias, (window.places[:, None], at), ",
+            "of_bias.__setitem__((window.places[:, None], at), ",
+            "d_position_bias of the last window alone",
+        ),
+    ],
+}

@@ -204,3 +204,28 @@ def test_indexer_backward_of_equal_scores_of_any_size() -> None:
     loss, *gradients = reference.lightning_indexer_backward(target, q, k, w, indices)
     assert_close(loss, 0.0)
     assert all((gradient == 0).all() for gradient in gradients)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "lightning_indexer": [
+        ("np.maximum(dot, 0.0) if relu else dot)\n    return", "dot)\n    return", "relu dropped"),
+        ("w[s], relu, of_key[seen])", "w[s], True, of_key[seen])", "relu kept in the selection"),
+        ("(of_key * score), -np.inf, of_key * score", "(score), -np.inf, score", "k_scale dropped"),
+        ("w = w * of_head", "pass", "q_scale dropped"),
+        ("np.sort(best_first[:topk])", "best_first[:topk]", "keys in order of score"),
+        ('np.argsort(-score, kind="stable")', 'np.argsort(score, kind="stable")', "smallest scores chosen"),
+        ("g = np.exp(log_prob) - p", "g = np.exp(log_prob)", "target dropped from the gradient"),
+        ("((dot > 0.0) if relu else 1.0)", "1.0", "relu's derivative dropped"),
+        ("((dot > 0.0) if relu else 1.0)", "(dot > 0.0)", "relu's derivative without a relu"),
+        ("_gradient(factor * of_row[s], g)", "_gradient(factor, g)", "row_weights dropped from the gradient"),
+        ("(of_row[counts] * losses[counts])", "losses[counts]", "row_weights dropped from the loss"),
+        ("if of_row[s] == 0.0:", "if False:", "rows of weight 0 make NaN"),
+        ("np.add.at(d_k, keys, d_dot.T @ q[s])", "d_k[keys] += d_dot.T @ q[s]", "duplicates merged in dk"),
+        ("keys_of[s] >= first[s]", "keys_of[s] >= 0", "keys before the range"),
+        ("keys_of[s] < last[s]", "keys_of[s] < len(k)", "keys after the range"),
+        ("some = p != 0.0", "some = p > 0.0", "NaN targets without a loss"),
+        ("if not p.any():", "if False:", "rows without a target counted"),
+    ],
+}

@@ -321,3 +321,27 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^mla_cache_append: {message}"):
         reference.mla_cache_append(**right | arguments)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "mla_cache": [
+        ("2.0**exponent < amax", "2.0**exponent <= amax", "a scale too large where amax is 448 times it"),
+        ("np.where(np.isfinite(x), codes", "np.where(~np.isnan(x), codes", "infinities saturated"),
+        ("np.signbit(quotient)", "quotient < 0", "the sign of zero dropped"),
+        ('"ue8m0", -22', '"ue8m0", -13', "the least exponent of V3.2 for V4"),
+        ("max(amax, float(np.float32(1e-4)))", "amax", "a scale of 0 for zeros"),
+        ("block[place.unused] = 0", "pass", "unused bytes kept"),
+        ("576 * block + 8 * i", "576 * block + 7 * i", "scales of V4 without their padding"),
+        ("512 * block + 16 * i", "528 * i + 512", "scales of V4.1 beside their codes"),
+        ("self.d * block + 4 * i", "self.d * (i + 1) + 4 * i", "scales of index rows beside their codes"),
+        ("0 <= slot < self", "slot < self", "negative slots count from the end"),
+        ("not 0 <= position < len", "not position < len", "negative positions count from the end"),
+        ("reshape(-1, 2).T if interleaved", "reshape(-1, 2).T if not interleaved", "the other kind of pairs"),
+        ("x1 * cosine + x0", "x1 * cosine - x0", "a rotation that is none"),
+        ("first = d - r if", "first = 0 if", "RoPE of the first columns"),
+        ("row.append(_bf16_nearest(product))", "row.append(float(product))", "values not rounded to bf16"),
+        ("exponent == 255", "exponent == 256", "the exponent byte 255 taken for a number"),
+    ],
+}

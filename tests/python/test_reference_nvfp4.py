@@ -309,3 +309,24 @@ def test_nvfp4_bad_arguments() -> None:
         reference.nvfp4_gemv(codes[..., None], codes[..., None], scales[..., None], scales[..., None])
     with pytest.raises(ValueError, match="nvfp4_quantize: x must be"):
         reference.nvfp4_quantize(np.zeros((4, 24), np.float32))
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "nvfp4": [
+        ("E2M1[codes & 0xF], E2M1[codes >> 4]", "E2M1[codes >> 4], E2M1[codes & 0xF]", "wrong nibble first"),
+        ("lower % 2 == 1", "lower % 2 == 0", "ties to odd"),
+        (
+            "16 * (m % 32) + 4 * ((m % 128) // 32)",
+            "4 * (m % 32) + 128 * ((m % 128) // 32)",
+            "blocked scales in another order",
+        ),
+        ("np.maximum(exponent, 1)", "exponent", "subnormals halved"),
+        ("np.asarray(1.0 / factor)", "np.asarray(factor)", "reciprocal global ignored"),
+        ("amax / np.float32(CODE_MAX * SCALE_MAX)", "amax / np.float32(CODE_MAX * 256)", "another global scale"),
+        ("factor * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
+        ("factor * (gradients @", "1.0 * (gradients @", "global ignored by nvfp4_linear_backward"),
+        ("(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
+    ],
+}

@@ -252,3 +252,23 @@ def test_paged_equal_keys_share_any_logit(logit: float) -> None:
     out, lse = reference.paged_attention(q, caches, 3 * caches, tables, lengths, 1.0)
     assert_close(out, np.full((1, 1, 8), 3.0))
     assert_close(lse, [[logit]])
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "paged_attention": [
+        ("- q_len + i", "- q_len + i + 1", "a query sees the token after it"),
+        ("position - window + 1", "position - window", "window off by one"),
+        ("+ u[h])", ")", "pos_bias_u dropped"),
+        ("q + _per_head", "q * 0 + _per_head", "q dropped from the fused term"),
+        ("h // (h_q // h_kv)", "h % h_kv", "GQA heads interleaved"),
+        ("scale * (content + bias_of) if pre_scale", "scale * content + bias_of if pre_scale", "pre_scale ignored"),
+        ("position - keys if by_distance else keys", "keys", "distance taken for key"),
+        ("len(table) - 1)", "len(table) - 2)", "clamp off by one"),
+        ("logits - slopes", "logits + slopes", "sign of ALiBi"),
+        ("(pages < blocks)", "(pages < blocks - 1)", "the last page masked"),
+        (" + np.where(finite, 0.0, values).sum(axis=0)", "", "infinite values dropped"),
+        ("cache.shape[2] * cache.shape[4]", "-1", "no keys in layout vllm"),
+    ],
+}

@@ -129,3 +129,23 @@ def test_messages(change: dict[str, Any], message: str) -> None:
     reference.paged_lightning_indexer(**right)
     with pytest.raises(ValueError, match=f"^paged_lightning_indexer: {message}"):
         reference.paged_lightning_indexer(**right | change)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "paged_lightning_indexer": [
+        ("lens - (q_len - 1 - i)", "lens - (q_len - i)", "a query does not see itself"),
+        ("0 <= page < keys.blocks", "0 <= page <= keys.blocks", "one page too many"),
+        ("0 <= page <", "page <", "negative pages count from the end"),
+        ("self.d * self.block + 4 * row", "self.d * row", "scales beside their codes"),
+        ("-math.inf if math.isnan(score) else score", "score", "NaN scores kept"),
+        ("0.0 if relu and product < 0.0 else product", "product", "relu left out"),
+        ("slot if slots else position", "position", "slots ignored"),
+        ("-one[2])[:topk]", "(-one[2], -one[0]))[:topk]", "larger positions of equal scores"),
+        ("w = w * of_head", "w = w + 0 * of_head", "q_scale dropped"),
+        ("float(np.float64(scale) * np.float64(total))", "total", "scales of keys dropped"),
+        ("if lens.ndim == 2:", "if False:", "counts of queries taken for a sequence's"),
+        ("lengths[...] = counts", "lengths[...] = seen", "positions counted, not selected"),
+    ],
+}

@@ -465,3 +465,48 @@ def test_mla_takes_dlpack_strides_and_low_precision(rng: Generator) -> None:
         for actual, wanted in zip(reference.sparse_mla_forward(**variant, d_v=4), expected, strict=True):
             assert actual.dtype == np.float64
             np.testing.assert_array_equal(actual, wanted)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "_visible": [
+        ("(positions + 1) // int(kv_stride)", "positions // int(kv_stride)", "causal limit off by one"),
+        ("(positions + 1) //", "(positions + int(kv_stride)) //", "keys visible before their last token"),
+        ("0, s_kv)", "0, s_kv - 1)", "the last key never visible"),
+        ("first + (positions", "(positions", "keys of a range counted from key 0"),
+        ("last = np.minimum(last, ", "last = (", "a range's end ignored beside positions"),
+        ("np.maximum(first, 0)", "np.zeros_like(first)", "a range's start ignored"),
+    ],
+    "sparse_mla": [
+        ("keys >= first", "keys > first", "the first visible key masked"),
+        ("keys.shape[1]) < lengths", "keys.shape[1]) <= lengths", "topk_length off by one"),
+        ("np.where(empty, np.inf, row_max[s] + log_sum)", "row_max[s] + log_sum", "lse of an empty row −inf"),
+        (" * factor[:, None])", ")", "sink dropped from the output"),
+        ("np.where(empty[:, None], 0.0, ", "(", "infinite values in a row whose scores are all −inf"),
+        ("np.logaddexp(forward_lse[s], sink)", "forward_lse[s]", "sink dropped from the probabilities"),
+        (".sum(axis=1)\n", ".sum(axis=1) / (1 - sink_share)\n", "sink dropped from delta"),
+        ("(dp - delta[:, None])", "dp", "delta dropped"),
+        ("* selection.sm_scale\n", "\n", "sm_scale dropped from ds"),
+        ("np.add.at(sums, rows, ds.T @ selection.q[s])", "sums[rows] += ds.T @ selection.q[s]", "duplicates merged"),
+        ("np.add.at(sums[:, :d_v], rows, p.T @ gradient[s])", "pass", "dV dropped"),
+        ("d_sink -= ", "d_sink += ", "sign of d_sink"),
+        ("attn_with_sink else forward_lse[s]", "True else forward_lse[s]", "sink in the distribution"),
+        ("if attn_with_sink else", "if False else", "attn_with_sink ignored"),
+        ("d_kv = d_kv + dkv", "pass", "accumulate ignored"),
+        ("d_window = d_window + d_window_kv", "pass", "accumulate ignored for window keys"),
+        ("last - min(window, s_w)", "last - min(window + 1, s_w)", "the window one key too wide"),
+        ("(np.clip(start, 0, s_w), ", "(0, ", "the previous document in the window"),
+        ("s_w - s_q + np.arange", "np.arange", "the queries are the first rows of window_kv"),
+        ("np.arange(s_q, dtype=np.int64) + 1", "np.arange(s_q, dtype=np.int64)", "a query not in its own window"),
+        ("d_q[s] += ds @ values", "d_q[s] = ds @ values", "only the window in dq"),
+        ("np.arange(len(latent)), (", "np.arange(len(latent))[::-1], (", "absent indices backwards"),
+    ],
+    "normalize_l1": [
+        ("rows.sum(axis=1, keepdims=True)", "rows.max(axis=1, keepdims=True)", "l1 over the largest"),
+    ],
+    "attention_distribution": [
+        ("np.logaddexp(row_lse, _sink(name, attn_sink, h_q))", "row_lse", "no sink in the target"),
+        (".sum(axis=0)\n", ".mean(axis=0)\n", "mean over heads for the sum"),
+    ],
+}

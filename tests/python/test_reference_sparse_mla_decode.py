@@ -162,3 +162,33 @@ def test_errors(change: dict[str, Any], message: str) -> None:
     reference.sparse_mla_decode(**right)
     with pytest.raises(ValueError, match=f"^sparse_mla_decode: {message}"):
         reference.sparse_mla_decode(**right | change)
+
+
+# Bugs that these tests must notice, by module of the reference: a piece of it, its replacement, and the meaning.
+# mutations.py plants them.
+BUGS = {
+    "sparse_mla_decode": [
+        ("visible - q_len + 1 +", "visible - q_len +", "a query does not see itself"),
+        ("as_array(context_lens).ndim == 1", "True", "counts of queries taken for a sequence's"),
+        ("min(visible, len(table) * block)", "len(table) * block", "context_lens ignored"),
+        ("pages < blocks", "pages <= blocks", "one page too many"),
+        ("entries < blocks * block", "entries <= blocks * block", "one slot too many"),
+        ("(pages >= 0) &", "", "negative pages count from the end"),
+        ("pages * block + entries % block", "pages * block + entries // block", "the wrong row of a page"),
+        ("[: max(length, 0)]", "[: max(length, 1)]", "topk_length 0 taken for 1"),
+        ("np.where(empty, np.inf, peak + log_sum)", "peak + log_sum", "lse of an empty row −inf"),
+        (" * factor[:, None])", ")", "sink dropped from the output"),
+        (
+            "extra_topk_length, extra_block_tables, None, b",
+            "topk_length, extra_block_tables, None, b",
+            "the other cache's lengths",
+        ),
+        (
+            "extra_block_tables, None, b, q_len",
+            "extra_block_tables, visible, b, q_len",
+            "context_lens applied to the second cache",
+        ),
+        ("if more is not None and extra_cache is not None:", "if False:", "the second cache dropped"),
+        ("cache, slots, width, kv_scale", "cache, slots, width", "kv_scale dropped"),
+    ],
+}

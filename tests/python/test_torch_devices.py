@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls import MAKERS, as_torch, in_torch, results
+from calls import as_torch, in_torch, results
 from hopwell.torch import indexer_scores, nn, sparse_mla
+from operators import OPERATORS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 
 def tensors_of(operator: str) -> dict[str, Any]:
-    call = MAKERS[operator](np.random.default_rng(0), "float32")
+    call = OPERATORS[operator].call(np.random.default_rng(0), "float32")
     return {name: as_torch(value) for name, value in call.arguments.items()}
 
 
@@ -22,7 +23,7 @@ def of_indexer_scores() -> dict[str, Any]:
     return {name: arguments[name] for name in ("q_index", "k_index", "weights", "indices", "k_start", "k_end")}
 
 
-OPERATORS = [*MAKERS, "indexer_scores"]
+OPERATORS = [*OPERATORS, "indexer_scores"]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-import hopwell
 import pytest
 import torch
 from hopwell import torch as hw
+from operators import OPERATORS
+from operators.nvfp4 import linear_samples
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_inputs import (
     DTYPES,
     assert_gradients,
-    dense_loss_inputs,
     indexer_inputs,
-    indexer_key_ranges,
     paged_inputs,
     sparse_inputs,
 )
@@ -23,86 +22,21 @@ from torch_inputs import (
 pytestmark = pytest.mark.usefixtures("torch_seed")
 
 
+def more_samples(dtype: torch.dtype) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Of ops that are no operators of the library."""
+    inputs = indexer_inputs(dtype)
+    scores = *(inputs[name] for name in ("q_index", "k_index", "weights")), inputs["indices"]
+    return {"indexer_scores": {"": scores}, "nvfp4_linear_any_rows": linear_samples(dtype)}
+
+
 def op_samples() -> dict[str, tuple[Any, ...]]:
     """Arguments for every op, by position."""
     samples: dict[str, tuple[Any, ...]] = {}
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        inputs = sparse_inputs(dtype)
-        q, kv, sink = (x.requires_grad_() for x in (inputs["q"], inputs["kv"], torch.randn(5)))
-        rest = inputs["indices"], 0.5, 12
-        out, _, lse = hopwell.sparse_mla_forward(q.detach(), kv.detach(), *rest)
-        samples[f"sparse_mla_forward {name}"] = (q, kv, *rest, sink)
-        samples[f"sparse_mla_forward {name}, no sink"] = (q, kv, *rest, None, None, None, 4, 2)
-        ranges = torch.arange(9, dtype=torch.int32), torch.full((9,), 15, dtype=torch.int32)
-        samples[f"sparse_mla_forward {name}, key ranges"] = (q, kv, *rest, sink, None, None, None, 1, *ranges)
-        backward = (torch.randn_like(out), q.detach(), kv.detach(), inputs["indices"], out, lse, 0.5, 12)
-        samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, *ranges, True, name)
-        samples[f"sparse_mla_forward {name}, hints"] = (q, kv, *rest, sink, *(None,) * 3, 1, None, None, True, True)
-        window = (
-            torch.randn(12, 20).to(dtype),
-            3,
-            torch.arange(9, dtype=torch.int32),
-            torch.full((9,), 9, dtype=torch.int32),
-        )
-        options: tuple[Any, ...] = *(None,) * 3, 1, None, None, False, False
-        leaf = window[0].clone().requires_grad_()
-        samples[f"sparse_mla_forward {name}, window"] = (q, kv, *rest, sink, *options, leaf, *window[1:])
-        options = *(None,) * 3, 1, None, None, True, name, True, True, False, False
-        samples[f"sparse_mla_backward {name}, window"] = (*backward, None, *options, *window)
-        samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)
-        index = indexer_inputs(dtype)
-        q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
-        # Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them.
-        plain_index = (x.detach() for x in (q_index, k_index, weights))
-        samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0, 1, None, None, None, None, False)
-        samples[f"indexer_scores {name}"] = *(x.detach() for x in (q_index, k_index, weights)), index["indices"]
-        loss = index["target"], q_index, k_index, weights, index["indices"]
-        samples[f"lightning_indexer_backward {name}"] = loss
-        ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)
-        samples[f"lightning_indexer_backward {name}, key ranges"] = (*loss, *ranges, None, row_weights, False, 0.5)
-        given = None, q_index, k_index, weights, index["indices"], None, None, torch.randn(index["target"].shape)
-        samples[f"lightning_indexer_backward {name}, d_scores"] = given
-        dense = dense_loss_inputs(dtype)
-        samples[f"indexer_dense_loss {name}"] = (*dense[:3], *(x.requires_grad_() for x in dense[3:6]), dense[6])
-        samples[f"sparse_mla_forward {name}, every key"] = (q, kv, None, 0.5, 12, sink)
-        samples[f"paged_attention {name}"] = paged_inputs(dtype)
-        x = torch.randn(3, 64).to(dtype)
-        quantized = hw.nvfp4_quantize(torch.randn(10, 64))
-        for op in ("nvfp4_linear", "nvfp4_linear_any_rows"):
-            leaves = x.clone().requires_grad_(), torch.randn(10, dtype=dtype, requires_grad=True)
-            samples[f"{op} {name}"] = leaves[0], *quantized, leaves[1]
-        samples[f"nvfp4_linear_backward {name}"] = (torch.randn(3, 10).to(dtype), *quantized)
-        pool = [torch.randn(14, 8).to(dtype).requires_grad_() for _ in range(2)]
-        bias, offsets = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 8, 14], dtype=torch.int32)
-        packed = *pool, 3, bias, True, offsets, hw.compressed_lengths(offsets, 3)
-        samples[f"kv_compress {name}"] = packed
-        samples[f"kv_compress {name}, plain"] = *pool, 3, None, False, None, None, "float32"
-        given = (x.detach() if isinstance(x, torch.Tensor) else x for x in packed)
-        samples[f"kv_compress_backward {name}"] = torch.randn(4, 4).to(dtype), *given
-        rotation = torch.arange(3), torch.randn(4, 64), 448, False
-        rows = torch.randn(3, 512).to(dtype), torch.zeros(2, 4, 656, dtype=torch.uint8), torch.tensor([5, -1, 2])
-        samples[f"mla_cache_append {name}"] = *rows, torch.randn(3, 64).to(dtype), *rotation, "fp32"
-        one_scale = torch.zeros(2, 4, 512, dtype=torch.uint8), rows[2], *(None,) * 4, True, "pow2", torch.tensor(0.5)
-        samples[f"mla_cache_append {name}, one scale"] = rows[0].clone().requires_grad_(), *one_scale
-        decode = torch.randn(2, 3, 512).to(dtype), torch.randn(4, 2, 512), torch.randint(-1, 9, (2, 70)).int(), 0.3, 40
-        samples[f"sparse_mla_decode {name}"] = decode
-        tables = torch.randint(0, 4, (2, 3)).int(), torch.tensor([5, 3]).int(), torch.tensor([70, 9]).int()
-        coded = decode[0], torch.zeros(4, 2, 512, dtype=torch.uint8), *decode[2:]
-        samples[f"sparse_mla_decode {name}, tables"] = *coded, *tables, *(None,) * 5, torch.tensor(0.5), None, None, 64
-        keys = torch.randn(4, 5, 16).to(dtype), torch.randn(2, 3, 4)
-        paged = torch.randn(2, 3, 4, 16).to(dtype), *keys, 7, tables[0], tables[1]
-        samples[f"paged_lightning_indexer {name}"] = paged
-        samples[f"paged_lightning_indexer {name}, no scores"] = *paged, None, False, True, False
-        for layout in ("plain", "blocked"):
-            samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
-        samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)
-    codes = torch.randint(0, 256, (1, 4, 16), dtype=torch.uint8).permute(1, 2, 0)
-    scales = torch.randint(40, 70, (1, 4, 2), dtype=torch.uint8).permute(1, 2, 0)
-    samples["nvfp4_gemv"] = (codes, codes[:1], scales, scales[:1])
-    flat = codes[:, :, 0], codes[:3, :, 0], scales[:, :, 0], scales[:3, :, 0]
-    samples["normalize_l1"] = (torch.rand(3, 5),)
-    samples["nvfp4_matmul"] = (*flat, 0.5, torch.randn(3), "float32")
+        found = {name: operator.samples(dtype) for name, operator in OPERATORS.items()} | more_samples(dtype)
+        for op, of_op in found.items():
+            for what, arguments in of_op.items():
+                samples[f"{op} {str(dtype).removeprefix('torch.')}{what and ', '}{what}"] = arguments
     return samples
 
 

@@ -16,9 +16,9 @@ import hopwell
 import ml_dtypes
 import numpy as np
 import pytest
+from fuzz.call import FuzzedCall
 from fuzz.draw import Place
 from fuzz.memory import Memory
-from fuzz.right import FuzzedCall
 from fuzz.wrong import FREE_STRIDES
 from test_layouts import CALLS as PLAIN_CALLS
 

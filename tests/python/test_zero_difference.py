@@ -4,7 +4,6 @@ options that ask for other outputs.
 On every backend that runs here (zero_difference.py). The operators of decode are in test_zero_difference_decode.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import hopwell
@@ -328,12 +327,6 @@ class Pooling:
 
 
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
-
-
-@pytest.fixture(autouse=True)
-def _default_threads() -> Iterator[None]:
-    yield
-    hopwell.set_num_threads(0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,37 +3,13 @@
 As in test_zero_difference.py, on every backend that runs here.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import hopwell
 import numpy as np
 import pytest
 import torch
-from zero_difference import SCALE, check_parts, device_of, padded, random, same_bits, some_heads
-
-
-def on_pages(
-    rng: np.random.Generator, tokens: torch.Tensor, row: int, blocks: tuple[int, ...], spare: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache with the tokens [b, n, d] of some sequences, in blocks of one of these sizes on random pages, and tables.
-
-    Rows that no token has are NaN or bytes of 255. `spare` more columns of the tables name blocks that do not exist.
-    """
-    b, n, d = tokens.shape
-    block = int(rng.choice(blocks))
-    used = -(-n // block)
-    count = b * used + int(rng.integers(3))
-    tables = np.full((b, used + spare), rng.choice((-1, 2**31 - 1)), np.int32)
-    tables[:, :used] = rng.permutation(count)[: b * used].reshape(b, used)
-    positions = np.arange(n)
-    slots = torch.from_numpy((tables[:, positions // block].astype(np.int64) * block + positions % block).reshape(-1))
-    if row == d:
-        cache = torch.full((count, block, row), float("nan"), dtype=torch.bfloat16)
-    else:
-        cache = torch.full((count, block, row), 255, dtype=torch.uint8)
-    hopwell.torch.mla_cache_append(tokens.flatten(0, 1), cache, slots, backend="cpu")
-    return cache, torch.from_numpy(tables)
+from zero_difference import SCALE, check_parts, device_of, on_pages, padded, random, same_bits, some_heads
 
 
 class Decode:
@@ -100,54 +76,6 @@ class Decode:
             assert same_bits(whole[sequences, queries, heads], mine), f"{name} of {what}"
 
 
-class PagedIndexer:
-    """A problem of the paged indexer, and calls for some of its sequences and queries on other pages."""
-
-    def __init__(self, rng: np.random.Generator, backend: str) -> None:
-        self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        self.b, self.q_len, self.heads = [(3, 3, 8), (9, 2, 32), (2, 1, 64)][int(rng.integers(3))]
-        self.tokens, self.topk = int(rng.choice((90, 700))), int(rng.choice((40, 90, 300)))
-        self.is_fp8, self.relu = bool(rng.integers(2)), bool(rng.integers(2))
-        self.keys = random(rng, self.b, self.tokens, 128)
-        self.q = random(rng, self.b, self.q_len, self.heads, 128)
-        self.weights = random(rng, self.b, self.q_len, self.heads).float()
-        if self.is_fp8:
-            self.q = self.q.to(torch.float8_e4m3fn)
-        self.lens = torch.from_numpy(rng.integers(0, self.tokens + 1, (self.b, self.q_len)).astype(np.int32))
-        self.whole = self.run(slice(None), slice(0, self.q_len))
-
-    def run(self, sequences: slice, queries: slice) -> tuple[torch.Tensor, ...]:
-        """Indices, scores and lengths of these queries."""
-        row, spare = 132 if self.is_fp8 else 128, int(self.rng.integers(9))
-        cache, tables = (
-            x.to(self.device) for x in on_pages(self.rng, self.keys[sequences], row, (1, 7, 16, 64), spare)
-        )
-        q, weights, lens = (x[sequences, queries].to(self.device) for x in (self.q, self.weights, self.lens))
-        lengths = torch.empty(lens.shape, dtype=torch.int32, device=self.device)
-        options = {"relu": self.relu, "lengths": lengths, "backend": self.backend}
-        return *hopwell.paged_lightning_indexer(q, cache, weights, self.topk, tables, lens, **options), lengths
-
-    def check_part(self, rng: np.random.Generator) -> None:
-        """Compares one random part."""
-        first, query = int(rng.integers(self.b)), int(rng.integers(self.q_len))
-        sequences = slice(first, int(rng.integers(first, self.b)) + 1)
-        queries = slice(query, int(rng.integers(query, self.q_len)) + 1)
-        names = ("indices", "scores", "lengths")
-        for name, whole, mine in zip(names, self.whole, self.run(sequences, queries), strict=True):
-            assert same_bits(whole[sequences, queries], mine), f"{name} of sequences {sequences}, queries {queries}"
-
-
-@pytest.fixture(autouse=True)
-def _default_threads() -> Iterator[None]:
-    yield
-    hopwell.set_num_threads(0)
-
-
 @pytest.mark.parametrize("backend", hopwell.backends("sparse_mla_decode"))
 def test_sparse_mla_decode(backend: str, rng: np.random.Generator) -> None:
     check_parts(Decode, backend, rng)
-
-
-@pytest.mark.parametrize("backend", hopwell.backends("paged_lightning_indexer"))
-def test_paged_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
-    check_parts(PagedIndexer, backend, rng)

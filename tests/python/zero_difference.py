@@ -52,9 +52,35 @@ def device_of(backend: str) -> str:
 def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:
     """Compares parts of one problem, or of several."""
     left = splits(backend)
-    while left > 0:
-        made = problem(rng, backend)
-        for _ in range(min(left, PARTS)):
-            hopwell.set_num_threads(int(rng.integers(1, 5)))  # of the CPU
-            made.check_part(rng)
-        left -= PARTS
+    try:
+        while left > 0:
+            made = problem(rng, backend)
+            for _ in range(min(left, PARTS)):
+                hopwell.set_num_threads(int(rng.integers(1, 5)))  # of the CPU
+                made.check_part(rng)
+            left -= PARTS
+    finally:
+        hopwell.set_num_threads(0)
+
+
+def on_pages(
+    rng: np.random.Generator, tokens: torch.Tensor, row: int, blocks: tuple[int, ...], spare: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache with the tokens [b, n, d] of some sequences, in blocks of one of these sizes on random pages, and tables.
+
+    Rows that no token has are NaN or bytes of 255. `spare` more columns of the tables name blocks that do not exist.
+    """
+    b, n, d = tokens.shape
+    block = int(rng.choice(blocks))
+    used = -(-n // block)
+    count = b * used + int(rng.integers(3))
+    tables = np.full((b, used + spare), rng.choice((-1, 2**31 - 1)), np.int32)
+    tables[:, :used] = rng.permutation(count)[: b * used].reshape(b, used)
+    positions = np.arange(n)
+    slots = torch.from_numpy((tables[:, positions // block].astype(np.int64) * block + positions % block).reshape(-1))
+    if row == d:
+        cache = torch.full((count, block, row), float("nan"), dtype=torch.bfloat16)
+    else:
+        cache = torch.full((count, block, row), 255, dtype=torch.uint8)
+    hopwell.torch.mla_cache_append(tokens.flatten(0, 1), cache, slots, backend="cpu")
+    return cache, torch.from_numpy(tables)

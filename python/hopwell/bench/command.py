@@ -15,8 +15,8 @@ import torch
 
 from . import BadArgument, check, record, scale
 from .compare import HEAD, Row, dump, measure, problems_of
-from .operators import OPERATORS, Operator
-from .problem import Shape
+from .operators import OPERATORS
+from .problem import Operator, Shape
 from .provenance import provenance
 from .scale import DEVICE
 

@@ -1,10 +1,11 @@
-"""A comparison: one shape of an operator on random inputs, Hopwell's call, and the calls of the peers.
+"""A comparison: an operator's shapes; one shape on random inputs, Hopwell's call, and the calls of the peers.
 
 A peer's package is imported only when its call is prepared, because it may be missing.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,6 +50,36 @@ class Problem:
     operations: float = 0  # of the matrix products; if not 0, the ceiling is a matrix product
     bytes: float = 0  # read and written by a call; if there are no operations, the ceiling is reading this many bytes
     tolerance: float = 1e-2  # limit of the relative difference (`relative`); both sides round to bf16
+
+
+@dataclass
+class Operator:
+    """The shapes that are measured on GPUs, on the CPU and by --dry-run. They leave out defaults of the function."""
+
+    problem: Callable[..., Problem]
+    shapes: list[Shape]
+    on_cpu: list[Shape]
+    tiny: Shape  # of --dry-run
+
+    def settings(self, shape: Shape) -> Shape:
+        """The whole shape."""
+        defaults = {name: p.default for name, p in inspect.signature(self.problem).parameters.items()}
+        return {**defaults, **shape}
+
+
+MEASURED: dict[str, Operator] = {}
+
+
+def measured(
+    shapes: list[Shape], on_cpu: list[Shape], tiny: Shape
+) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
+    """Says at which shapes the operator of a function's name is measured."""
+
+    def add(problem: Callable[..., Problem]) -> Callable[..., Problem]:
+        MEASURED[problem.__name__] = Operator(problem, shapes, on_cpu, tiny)
+        return problem
+
+    return add
 
 
 def torch_peer(name: str, prepare: Callable[[], Call], read: Read, note: str = "") -> Peer:

@@ -10,47 +10,10 @@ Values that a mask hides are never read here: unused rows and pages may hold NaN
 *is* used follow the formulae in IEEE arithmetic, unless a docstring says otherwise.
 """
 
-from .attention_distribution import attention_distribution, normalize_l1
-from .indexer_dense_loss import indexer_dense_loss
-from .kv_compress import kv_compress, kv_compress_backward
-from .lightning_indexer import lightning_indexer, lightning_indexer_backward
-from .mla_cache import mla_cache_append, read_mla_cache
-from .nvfp4 import (
-    nvfp4_dequantize,
-    nvfp4_gemv,
-    nvfp4_linear,
-    nvfp4_linear_backward,
-    nvfp4_matmul,
-    nvfp4_quantize,
-    pack_blocked_scales,
-    unpack_blocked_scales,
-)
-from .paged_attention import paged_attention
-from .paged_lightning_indexer import paged_lightning_indexer
-from .sparse_mla import sparse_mla_backward, sparse_mla_forward
-from .sparse_mla_decode import sparse_mla_decode
+from .. import _reference
+from .._reference import *  # noqa: F403
+from .mla_cache import read_mla_cache
+from .nvfp4 import pack_blocked_scales, unpack_blocked_scales
 
-__all__ = [
-    "attention_distribution",
-    "indexer_dense_loss",
-    "kv_compress",
-    "kv_compress_backward",
-    "lightning_indexer",
-    "lightning_indexer_backward",
-    "mla_cache_append",
-    "normalize_l1",
-    "nvfp4_dequantize",
-    "nvfp4_gemv",
-    "nvfp4_linear",
-    "nvfp4_linear_backward",
-    "nvfp4_matmul",
-    "nvfp4_quantize",
-    "pack_blocked_scales",
-    "paged_attention",
-    "paged_lightning_indexer",
-    "read_mla_cache",
-    "sparse_mla_backward",
-    "sparse_mla_decode",
-    "sparse_mla_forward",
-    "unpack_blocked_scales",
-]
+__all__ = ["pack_blocked_scales", "read_mla_cache", "unpack_blocked_scales"]
+__all__ += _reference.__all__

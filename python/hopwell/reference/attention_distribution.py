@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ._arrays import Array, Tensor, as_float64, deliver, describe, require, require_shape
+from ._arrays import Array, Tensor, as_float64, deliver, require, require_shape
+from .normalize_l1 import normalize_l1
 from .sparse_mla import _sink, select
 
 
@@ -45,12 +46,3 @@ def attention_distribution(
         entries, _, _, score = selection.row(s)
         attn[s, entries] = np.exp(score - row_lse[s][:, None]).sum(axis=0)
     return deliver(name, "out", normalize_l1(attn) if normalize == "l1" else attn, out)
-
-
-def normalize_l1(attn: Tensor, *, out: Array | None = None) -> Array:
-    """Divides the rows of attn [rows, columns] by their sums; rows of zeros stay zero. `out` may be `attn`."""
-    name = "normalize_l1"
-    rows = as_float64(attn)
-    require(rows.ndim == 2, name, "attn", "[rows, columns]", describe(rows))
-    total = rows.sum(axis=1, keepdims=True)
-    return deliver(name, "out", rows / np.where(total == 0.0, 1.0, total), out)

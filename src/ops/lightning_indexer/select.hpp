@@ -72,7 +72,7 @@ struct RowCtas {
   int rank = 0, count = 1;
 };
 // Writes a row that sees at most topk keys. Executed by all threads. The three functions have overloads for the
-// parameters of paged_lightning_indexer and of long rows.
+// parameters of the indexer over a paged cache and of long rows.
 HOPWELL_DEVICE void write_visible(const SelectParams& p, int* /*of_warp*/, const QueryRow& row,
                                   const RowCtas& ctas = {}) {
   const int threads = 32 * p.warps;

@@ -54,13 +54,13 @@ paged_lightning_indexer = Operator(
         ),
         RELU,
         Boolean("as_slots", "Gives slots of the cache instead of positions, in the same order.", python="slots"),
-        Output("indices", dtype="int32", shape=SELECTED, python_shape="indexer_shape(q_index, topk)"),
+        Output("indices", dtype="int32", shape=SELECTED, python_shape="(*shape_of(q_index)[:-2], topk)"),
         Output(
             "scores",
             dtype="fp32",
             shape=SELECTED,
             optional=True,
-            python_shape="indexer_shape(q_index, topk)",
+            python_shape="(*shape_of(q_index)[:-2], topk)",
             may_be_false=True,
         ),
         Output(
@@ -73,6 +73,6 @@ paged_lightning_indexer = Operator(
         ),
     ),
     returns=("indices", "scores"),
-    python_check="check_indexer_outputs(topk, indices, scores)",
+    python_check='check_columns("paged_lightning_indexer", topk, indices=indices, scores=scores)',
     returns_doc="Without q_len for a q_index [b, h_index, d_index].",
 )

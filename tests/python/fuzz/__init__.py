@@ -2,12 +2,13 @@
 
     memory.py   arrays between protected pages
     draw.py     shapes, strides, aliasing and values
-    right.py    a valid call of each operator
+    arguments.py    arguments that several operators take
     wrong.py    a valid call with one fault
     judge.py    the result of `hopwell.reference`, and the allowed difference on the CPU
-    judge_indexer.py    the same for the indexer's operators
     bounds.py   the comparison, and the bounds of GPUs, by operator, output and backend
     run.py      the checks of a call; rounds of calls until the time is up
+
+The files in `tests/python/operators` have the valid calls of each operator and their expected results.
 
 Right calls also run on the backends of GPUs and on emulated ones, with the emulator's checks on. They run in processes
 of their own:

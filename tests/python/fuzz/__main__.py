@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hopwell
-
-from .right import CALLS
+from operators import OPERATORS
 
 HANGS = 300  # seconds that no call takes
 MOST_FAILURES = 200
@@ -175,14 +174,14 @@ def groups_of(words: str | None) -> list[list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz")
     parser.add_argument("--backends", help="names, or `gpus` or `emulated`; default: these two, one after the other")
-    parser.add_argument("--operators", default=",".join(CALLS))
+    parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--report", type=Path, help="a file for the summary, as JSON")
     parser.add_argument("--call", help="the only one to make of each round")
     parser.add_argument("--device", help="where the tensors are; default: cuda for the backends of GPUs")
     given = parser.parse_args()
     for option, words, known in (
         ("--backends", given.backends or "", {"", "gpus", "emulated", *hopwell.backends()}),
-        ("--operators", given.operators, set(CALLS)),
+        ("--operators", given.operators, set(OPERATORS)),
     ):
         if unknown := sorted(set(words.split(",")) - known):
             parser.error(f"{option}: expected names among {', '.join(sorted(known - {''}))}; got {', '.join(unknown)}")

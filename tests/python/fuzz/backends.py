@@ -6,11 +6,12 @@ from typing import Any
 import hopwell
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from operators import OPERATORS
 
 from . import judge, run
+from .call import FuzzedCall
 from .device import DeviceCall, HostCall
 from .draw import Maker
-from .right import CALLS, FuzzedCall
 
 # Without `deterministic` GPUs add these with atomics.
 UNORDERED = ("dkv", "d_k_index")
@@ -76,7 +77,7 @@ def one_round(operator: str, round_seed: int, visit: Any) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(CALLS[operator]())
+    @given(OPERATORS[operator].right())
     def visit_all(call: FuzzedCall) -> None:
         nonlocal number
         visit(number, call)

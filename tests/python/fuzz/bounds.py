@@ -5,7 +5,7 @@ reference's row, plus `slack` for the rounding of fp32 sums: 2^-21 times the sam
 through the later steps. If numbers leave fp32's range on the way, or may do so in another order of summation, the
 slack is infinite and the value is not judged. NaN and ±inf have their places everywhere else.
 
-`judge.py` and `judge_indexer.py` have the CPU's bounds. `GPU_BOUNDS` and `e4m3_cut` widen them for GPUs.
+The files of `operators` have the CPU's bounds. `GPU_BOUNDS` and `e4m3_cut` widen them for GPUs.
 """
 
 from dataclasses import dataclass, replace

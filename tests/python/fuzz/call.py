@@ -57,3 +57,7 @@ def given(
     if maker.chance(4):
         arguments["backend"] = "cpu"
     return FuzzedCall(operator, arguments, outputs, maker.memory)
+
+
+def arguments_of(arguments: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in left_out}

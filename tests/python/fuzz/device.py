@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from .call import FuzzedCall
 from .memory import PATTERN, Block
 from .others import tensor_of
-from .right import FuzzedCall
 
 _MARGIN = 512  # bytes of pattern on either side of a block
 _TORCH_DTYPES = {

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from calls import as_torch, in_torch, results
 from hypothesis import strategies as st
+from operators import OPERATORS
 
-from .right import CALLS, FuzzedCall, arguments_of
+from .call import FuzzedCall, arguments_of
 from .run import check_memory
 from .wrong import Wrong, WrongCall
 
-MUST_BE_GIVEN = {"mla_cache_append": ("cache",)}  # arguments that a call must have, and writes
 # Arguments that custom ops lack, because they write nothing in place.
 ONLY_IN_PLACE = ("attn", "accumulate", "attn_with_sink")
 WRONG_IN_TORCH = (
@@ -84,7 +84,7 @@ class OtherCall:
 @st.composite
 def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
     """A valid call without outputs, and its arguments as other kinds of arrays."""
-    call = draw(CALLS[operator]())
+    call = draw(OPERATORS[operator].right())
     call = _without_outputs(call, "accumulate", "attn_with_sink")
     arrays = [name for name, value in call.arguments.items() if isinstance(value, np.ndarray)]
     last = {name: 2 if name in call.outputs else len(KINDS) - 1 for name in arrays}  # the others cannot be written
@@ -93,7 +93,7 @@ def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
 
 def _without_outputs(call: FuzzedCall, *left_out: str) -> FuzzedCall:
     """The call without the arguments that may be written, but with those that must."""
-    kept = MUST_BE_GIVEN.get(call.operator, ())
+    kept = OPERATORS[call.operator].must_be_given
     left_out = (*(name for name in call.outputs if name not in kept), *left_out)
     return FuzzedCall(call.operator, arguments_of(call.arguments, *left_out), kept, call.memory)
 
@@ -147,7 +147,7 @@ def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]
 
 @st.composite
 def wrong_torch_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
-    call = draw(CALLS[operator]())
+    call = draw(OPERATORS[operator].right())
     left_out = () if operator == "normalize_l1" else ONLY_IN_PLACE  # its attn is the input
     call = _without_outputs(call, *left_out)
     kind = WRONG_IN_TORCH[draw(st.integers(0, len(WRONG_IN_TORCH) - 1))]

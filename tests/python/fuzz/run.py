@@ -12,9 +12,10 @@ import numpy as np
 from calls import results
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from operators import OPERATORS
 
 from . import judge
-from .right import FuzzedCall
+from .call import FuzzedCall
 from .wrong import WrongCall
 
 CALLS_A_ROUND = 50
@@ -38,28 +39,15 @@ def check_right(call: FuzzedCall) -> None:
     assert bits_of(results_of(call.operator, call.arguments)) == bits, "a second call gave other bits"
 
 
-NAMES = {
-    "sparse_mla_backward": ("dq", "dkv", "d_sink", "d_window_kv"),  # the last one with window_kv
-    "lightning_indexer_backward": ("loss", "d_q_index", "d_k_index", "d_weights"),
-    "paged_lightning_indexer": ("indices", "scores"),
-    "indexer_dense_loss": ("loss", "d_q_index", "d_k_index", "d_weights"),
-}
-
-
 def results_of(operator: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Makes the call. Results by name, where it matters which one is which; else by number."""
     made = results(getattr(hopwell, operator)(**arguments))
-    names = NAMES.get(operator, tuple(map(str, range(len(made)))))
+    described = OPERATORS[operator]
+    names = described.results or tuple(map(str, range(len(made))))
     named = dict(zip(names[: len(made)], made, strict=True))
-    if operator == "sparse_mla_backward":
+    if described.omits:
         named = {name: result for name, result in named.items() if result is not None}
-        if "attn" in arguments:
-            named["attn"] = arguments["attn"]
-    if operator == "paged_lightning_indexer":  # scores may be left out, and lengths are written only if they are given
-        named = {name: result for name, result in named.items() if result is not None}
-        if isinstance(arguments.get("lengths"), np.ndarray):
-            named["lengths"] = arguments["lengths"]
-    return named
+    return named | {name: arguments[name] for name in described.also_written if arguments.get(name) is not None}
 
 
 def bits_of(named: dict[str, Any]) -> dict[str, bytes]:

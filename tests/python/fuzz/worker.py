@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import backends
-from .right import FuzzedCall
+from .call import FuzzedCall
 
 
 class Events:

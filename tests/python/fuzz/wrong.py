@@ -10,8 +10,9 @@ import declared
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from operators import OPERATORS
 
-from .right import CALLS, FuzzedCall
+from .call import FuzzedCall
 
 INTEGERS: dict[str, tuple[int, ...]] = {  # and values that are out of range
     "d_v": (0, -1, 10**9, 2**62),
@@ -306,93 +307,11 @@ KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
     Wrong.on_top_of_another, Wrong.vast,
 )  # fmt: skip
 
-_SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
-_SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end", "w_start", "w_end"), "s_q")
-_INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk", "d_scores": "s_q topk"}
-_INDEXER |= {"q_scale": "s_q h", "k_scale": "s_kv"}
-_INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q")
-_POOLING = {"kv": "s w", "gate": "s w", "position_bias": "ratio w", "cu_seqlens": "n!", "cu_compressed": "n!"}
-_DIMENSIONS: dict[str, dict[str, str]] = {
-    "sparse_mla_forward": _SPARSE | {"out": "s_q h_q d_v!", "max_logits": "s_q h_q", "lse": "s_q h_q"},
-    "sparse_mla_backward": _SPARSE
-    | {"out": "s_q h_q d_v!", "d_out": "s_q h_q d_v!", "lse": "s_q h_q", "dq": "s_q h_q d_qk", "attn": "s_q topk"},
-    "attention_distribution": _SPARSE | {"lse": "s_q h_q", "out": "s_q topk"},
-    "paged_attention": {
-        "block_tables": "b max_blocks",
-        "context_lens": "b",
-        "pos_bias_u": "h_q d",
-        "pos_bias_v": "h_q d",
-        "alibi_slopes": "h_q",
-        "r": " extent d",
-    },
-    "nvfp4_gemv": {"a": "M K! L", "b": "N! K! L", "sfa": "M K! L", "sfb": "N! K! L", "out": "M 1! L"},
-    "nvfp4_linear": {"x": "n K!", "weight": "N K!", "weight_scale": "N K!", "bias": "N", "out": "n N"},
-    "nvfp4_linear_backward": {"d_out": "n N", "weight": "N K!", "weight_scale": "N K!", "out": "n K!"},
-    "nvfp4_matmul": {"a": "M K!", "b": "N K!", "sfa": "M K!", "sfb": "N K!", "bias": "N", "out": "M N"},
-    "nvfp4_quantize": {"x": "rows K!"},
-    "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},
-    "lightning_indexer": _INDEXER,
-    "lightning_indexer_backward": _INDEXER,
-    "indexer_dense_loss": _INDEXER | {"q": "s_q h_q d_qk", "lse": "s_q h_q", "attn_sink": "h_q"},
-    "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
-    "kv_compress": _POOLING,
-    "kv_compress_backward": _POOLING | {"d_kv": "s w", "d_gate": "s w"},
-    "sparse_mla_decode": {"attn_sink": "h_q"},
-    "paged_lightning_indexer": {"block_tables": "b max_blocks"},
-    "mla_cache_append": {
-        "kv": "n columns!",
-        "k_rope": "n d_rope!",
-        "slots": "n",
-        "positions": "n",
-        "cos_sin": "max_positions r!",
-    },
-}
-_CACHES = {
-    "nhd": ("blocks block h_kv d!",) * 2,
-    "hnd": ("blocks h_kv block d!",) * 2,
-    "vllm": ("blocks h_kv d/x! block x!", "blocks h_kv d! block"),
-}
-
 
 def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
-    """The dimensions' names of each array that is there. A name that ends in ! has one right size; one that occurs in
-    several arguments has the same size in all; "" may be several.
-    """
+    """The dimensions' names of each array that is there."""
     a = call.arguments
-    names = dict(_DIMENSIONS[call.operator])
-    keys = {"kv": "s_kv d_qk", "dkv": "s_kv d_qk", "window_kv": "s_w d_qk", "d_window_kv": "s_w d_qk"}
-    for name, flat in (keys | {"indices": "s_q topk"}).items():
-        if isinstance(a.get(name), np.ndarray):
-            first, last = flat.split()
-            names[name] = flat if a[name].ndim == 2 else f"{first} 1! {last}"
-    if call.operator == "paged_attention":
-        names["q"] = names["out"] = "b q_len h_q d" if a["q"].ndim == 4 else "b h_q d"
-        names["lse"] = names["q"].removesuffix(" d")
-        names["bias"] = " h_q extent" if a.get("bias_kind") == "distance" else " h_q q_len extent"
-        names["k_cache"], names["v_cache"] = _CACHES[a.get("layout", "nhd")]
-    if call.operator == "mla_cache_append":
-        names |= {"kv": "n columns!", "cache": "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!"}
-    if call.operator == "sparse_mla_decode":
-        flat = a["q"].ndim == 3
-        names["q"] = "b h_q d_qk!" if flat else "b q_len h_q d_qk!"
-        names["out"], names["lse"] = names["q"].replace("d_qk", "d_v"), names["q"].removesuffix(" d_qk!")
-        for prefix in ("", "extra_"):
-            names[f"{prefix}indices"] = "b topk" if flat else "b q_len topk"
-            names[f"{prefix}block_tables"] = "b max_blocks"
-            if isinstance(a.get(f"{prefix}cache"), np.ndarray):
-                names[f"{prefix}cache"] = (
-                    "blocks block row!" if a[f"{prefix}cache"].ndim == 3 else "blocks block 1! row!"
-                )
-            for count in ("context_lens", f"{prefix}topk_length"):
-                if isinstance(a.get(count), np.ndarray):
-                    names[count] = "b" if a[count].ndim == 1 else "b q_len"
-    if call.operator == "paged_lightning_indexer":
-        rows = "b" if a["q_index"].ndim == 3 else "b q_len"
-        names |= {"q_index": f"{rows} h_index d_index!", "lengths": rows}
-        names |= dict.fromkeys(("weights", "q_scale"), f"{rows} h_index")
-        names |= dict.fromkeys(("indices", "scores"), f"{rows} topk!")
-        names["cache"] = "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!"
-        names["context_lens"] = "b" if a["context_lens"].ndim == 1 else "b q_len"
+    names = OPERATORS[call.operator].dimensions_of(a)
     blocked = a.get("scale_layout") == "blocked"
     return {
         name: tuple(dims.split(" "))
@@ -403,7 +322,7 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
 
 @st.composite
 def wrong_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
-    call = draw(CALLS[operator]())
+    call = draw(OPERATORS[operator].right())
     kind = KINDS[draw(st.integers(0, len(KINDS) - 1))]
     blamed = kind(Wrong(draw, call))
     explained = draw(st.integers(0, 7)) == 7 and "backend" not in call.arguments

@@ -9,8 +9,10 @@ from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, first, randn, torch_peer
+from ..problem import Call, Problem, first, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
+
+POOLS = [{}, {"d": 128}, {"ratio": 128, "overlap": 0}, {"s": 65536}, {"s": 65536, "ratio": 128, "overlap": 0}]
 
 
 def _blocks(x: Tensor, ratio: int) -> Tensor:
@@ -33,6 +35,7 @@ def _pooled(kv: Tensor, gate: Tensor, bias: Tensor, ratio: int, overlap: bool) -
     return torch.sum(logits.softmax(1) * values, 1).to(kv.dtype)
 
 
+@measured(POOLS, on_cpu=[{"s": 1024}], tiny={"s": 64, "d": 32})
 def kv_compress(s: int = 8192, d: int = 512, ratio: int = 4, overlap: int = 1) -> Problem:
     """Pools blocks of tokens into compressed keys."""
     w = 2 * d if overlap else d
@@ -53,6 +56,7 @@ def kv_compress(s: int = 8192, d: int = 512, ratio: int = 4, overlap: int = 1) -
     )
 
 
+@measured(POOLS, on_cpu=[{"s": 1024}], tiny={"s": 64, "d": 32})
 def kv_compress_backward(s: int = 8192, d: int = 512, ratio: int = 4, overlap: int = 1) -> Problem:
     """Gradients of the pooling."""
     w = 2 * d if overlap else d

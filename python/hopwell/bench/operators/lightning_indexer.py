@@ -24,10 +24,13 @@ from ..problem import (
     cudnn_dsa,
     distinct,
     first,
+    measured,
     randn,
     torch_peer,
 )
 from ..scale import DEVICE
+
+TINY_INDEX = {"s_q": 16, "s_kv": 256, "h_index": 4, "topk": 64, "d_index": 32}
 
 
 def index_inputs(s_q: int, s_kv: int, h_index: int, d_index: int) -> SimpleNamespace:
@@ -64,6 +67,17 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+@measured(
+    [
+        {},
+        {"s_q": 16, "s_kv": 32768},
+        {"s_q": 1, "s_kv": 65536},
+        {"s_q": 2048, "s_kv": 32768},
+        {"s_q": 2048, "s_kv": 32768, "fp8": 1},
+    ],
+    on_cpu=[{"s_q": 8}],
+    tiny=TINY_INDEX,
+)
 def lightning_indexer(
     s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128, fp8: int = 0
 ) -> Problem:
@@ -136,6 +150,7 @@ def lightning_indexer(
     )
 
 
+@measured([{}], on_cpu=[{"s_q": 8}], tiny=TINY_INDEX)
 def lightning_indexer_backward(
     s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128
 ) -> Problem:
@@ -198,6 +213,7 @@ def lightning_indexer_backward(
     )
 
 
+@measured([{}], on_cpu=[{"s": 64}], tiny={"s": 32, "h_q": 4, "h_index": 4, "d_qk": 64, "d_index": 32})
 def indexer_dense_loss(
     s: int = 1024, h_q: int = 128, h_index: int = 64, d_qk: int = 576, d_index: int = 128
 ) -> Problem:

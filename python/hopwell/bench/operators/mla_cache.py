@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, randn, torch_peer
+from ..problem import Call, Problem, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
 
 ROW, CODES, TILE = 656, 512, 128  # DeepSeek-V3.2
@@ -21,6 +21,7 @@ def _append(kv: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return cache
 
 
+@measured([{}, {"n": 64}], on_cpu=[{"n": 1024}], tiny={"n": 16})
 def mla_cache_append(n: int = 8192, block: int = 64) -> Problem:
     """Quantises n new tokens of DeepSeek-V3.2 and writes them into slots in random order."""
     from hopwell.torch import read_mla_cache

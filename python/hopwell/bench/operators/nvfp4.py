@@ -11,8 +11,10 @@ from torch.nn import functional
 
 import hopwell
 
-from ..problem import Call, Peer, Problem, first, randn, torch_peer
+from ..problem import Call, Peer, Problem, first, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
+
+LAYERS = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
 
 BYTES_OF_WEIGHT = 9 / 16  # four bits, and a byte of scale for sixteen
 
@@ -22,6 +24,12 @@ def packed(rows: int, k: int, copies: int) -> list[tuple[Tensor, Tensor, Tensor]
     return [hopwell.nvfp4_quantize(randn(rows, k)) for _ in range(copies)]
 
 
+@measured(
+    [{"N": rows, "K": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
+    + [{"N": 28672, "K": 4096, "n": n} for n in (32, 64, 128)],
+    on_cpu=[{"N": 7168, "K": 16384}, {"N": 7168, "K": 2048, "n": 8}],
+    tiny={"N": 64, "K": 128, "n": 2},
+)
 def nvfp4_linear(N: int = 28672, K: int = 4096, n: int = 1) -> Problem:  # noqa: N803
     """Four-bit weights [N, K] and n rows of bf16."""
     copies = cold_copies(N * K * BYTES_OF_WEIGHT)
@@ -58,6 +66,11 @@ def nvfp4_linear(N: int = 28672, K: int = 4096, n: int = 1) -> Problem:  # noqa:
     )
 
 
+@measured(
+    [{"N": rows, "K": k, "n": n} for rows, k in ((28672, 4096), (4096, 7168)) for n in (16, 128, 4096)],
+    on_cpu=[{"N": 1024, "K": 1024, "n": 64}],
+    tiny={"N": 64, "K": 128, "n": 2},
+)
 def nvfp4_linear_backward(N: int = 28672, K: int = 4096, n: int = 4096) -> Problem:  # noqa: N803
     """The gradient for n rows of x over four-bit weights [N, K]."""
     copies = cold_copies(N * K * BYTES_OF_WEIGHT)
@@ -76,6 +89,7 @@ def nvfp4_linear_backward(N: int = 28672, K: int = 4096, n: int = 4096) -> Probl
     )
 
 
+@measured([{}], on_cpu=[{"M": 7168, "K": 4096}], tiny={"M": 64, "K": 128})
 def nvfp4_gemv(M: int = 7168, K: int = 16384) -> Problem:  # noqa: N803
     """Both sides of four bits, one column."""
     copies = cold_copies(M * K * BYTES_OF_WEIGHT)
@@ -96,6 +110,7 @@ def nvfp4_gemv(M: int = 7168, K: int = 16384) -> Problem:  # noqa: N803
     )  # fmt: skip
 
 
+@measured([{}], on_cpu=[{"M": 64, "N": 1024}], tiny={"M": 16, "N": 32, "K": 128})
 def nvfp4_matmul(M: int = 128, N: int = 7168, K: int = 4096) -> Problem:  # noqa: N803
     """Both sides of four bits."""
     (a, sfa, _), (b, sfb, _) = hopwell.nvfp4_quantize(randn(M, K)), hopwell.nvfp4_quantize(randn(N, K))
@@ -116,6 +131,7 @@ HALF_WAY = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between the magnitudes of 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
+@measured([{}], on_cpu=[{"rows": 1024}], tiny={"rows": 16, "K": 128})
 def nvfp4_quantize(rows: int = 4096, K: int = 4096) -> Problem:  # noqa: N803
     """To NVFP4, its global factor found too."""
     copies = cold_copies(2 * rows * K)
@@ -152,6 +168,7 @@ def nvfp4_quantize(rows: int = 4096, K: int = 4096) -> Problem:  # noqa: N803
     )
 
 
+@measured([{}], on_cpu=[{"rows": 1024}], tiny={"rows": 16, "K": 128})
 def nvfp4_dequantize(rows: int = 4096, K: int = 4096) -> Problem:  # noqa: N803
     """To bf16."""
     copies = cold_copies(rows * K * BYTES_OF_WEIGHT)

@@ -9,10 +9,24 @@ from torch.nn import functional
 
 import hopwell
 
-from ..problem import Call, Peer, Problem, first, randn, torch_peer
+from ..problem import Call, Peer, Problem, first, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
 
 
+@measured(
+    [
+        {},
+        {"b": 32, "h_q": 16, "h_kv": 16, "d": 64},
+        {"context": 8192, "shortest": 128, "h_q": 16, "h_kv": 16, "d": 64},
+        {"context": 512, "longest": 65536, "h_q": 16, "h_kv": 16, "d": 64},
+        {"context": 512, "longest": 65536},
+        {"b": 1, "context": 32768, "h_q": 16, "h_kv": 16, "d": 64},
+        {"b": 1, "context": 1000, "h_q": 16, "h_kv": 16, "d": 64},
+        {"b": 16, "context": 8192, "h_kv": 8},
+    ],
+    on_cpu=[{"b": 8, "h_q": 16, "h_kv": 16, "d": 64}],
+    tiny={"b": 2, "context": 64, "h_q": 4, "h_kv": 4, "d": 64},
+)
 def paged_attention(
     b: int = 64, context: int = 4096, h_q: int = 32, h_kv: int = 32, d: int = 128, longest: int = 0, shortest: int = 0
 ) -> Problem:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, randn, torch_peer
+from ..problem import Call, Problem, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
 from .lightning_indexer import to_float8
 
@@ -21,6 +21,20 @@ def _cache_of(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
     return torch.cat(rows, 1)[order].view(n, BLOCK, D + 4)
 
 
+@measured(
+    [
+        {},
+        {"context": 8192},
+        {"context": 131072},
+        {"context": 1048576},
+        {"b": 8},
+        {"b": 64, "context": 8192},
+        {"b": 64, "context": 8192, "q_len": 2},
+        {"fp8": 0},
+    ],
+    on_cpu=[{"context": 8192}],
+    tiny={"b": 2, "q_len": 2, "context": 256, "h_index": 4, "topk": 64},
+)
 def paged_lightning_indexer(
     b: int = 1, q_len: int = 1, context: int = 65536, h_index: int = 64, topk: int = 2048, fp8: int = 1
 ) -> Problem:

@@ -22,10 +22,21 @@ from ..problem import (
     distinct,
     first,
     flash_mla,
+    measured,
     randn,
     torch_peer,
 )
 from ..scale import DEVICE, cold_copies
+
+KEYS = [8192, 32768, 65536, 131072]
+BY_KEYS = [{"h_q": h_q, "s_kv": s_kv} for h_q in (128, 64) for s_kv in KEYS]
+# DeepSeek-V4's layers over 32,768 tokens, of 64 and 128 heads: compressed sparse attention, then heavily compressed.
+V4 = [
+    {"s_q": 32768, "h_q": h_q, "s_kv": 32768 // stride, "topk": topk, "d_qk": 512, "window": 128, "kv_stride": stride}
+    for h_q, topk, stride in ((64, 512, 4), (128, 1024, 4), (64, 0, 128), (128, 0, 128))
+]
+FEW_QUERIES = [{"s_q": 8}]
+TINY = {"s_q": 16, "h_q": 16, "s_kv": 256, "topk": 64}
 
 
 def visible(s_q: int, s_kv: int, kv_stride: int, width: int) -> Tensor:
@@ -72,6 +83,7 @@ def sparse_inputs(
     return x
 
 
+@measured([*BY_KEYS, {"h_q": 32}, {"h_q": 16}, *V4], on_cpu=FEW_QUERIES, tiny=TINY)
 def sparse_mla_forward(
     s_q: int = 4096,
     h_q: int = 128,
@@ -115,6 +127,7 @@ def sparse_mla_forward(
     )
 
 
+@measured([*BY_KEYS, *V4], on_cpu=FEW_QUERIES, tiny=TINY)
 def sparse_mla_backward(
     s_q: int = 4096,
     h_q: int = 128,
@@ -183,6 +196,7 @@ def sparse_mla_backward(
     )
 
 
+@measured(BY_KEYS, on_cpu=FEW_QUERIES, tiny=TINY)
 def attention_distribution(
     s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576
 ) -> Problem:
@@ -216,6 +230,7 @@ def attention_distribution(
     )
 
 
+@measured([{}], on_cpu=[{"rows": 1024}], tiny={"rows": 16, "columns": 64})
 def normalize_l1(rows: int = 4096, columns: int = 2048) -> Problem:
     """Divides rows by their sums."""
     copies = cold_copies(8 * rows * columns)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, torch_peer
+from ..problem import Call, Problem, measured, torch_peer
 from ..scale import DEVICE, cold_copies
 
 D_V, BLOCK = 512, 64
@@ -56,6 +56,13 @@ def _attend(q: Tensor, keys: Tensor) -> list[Tensor]:
     return [out.to(q.dtype), scores.logsumexp(-1)]
 
 
+@measured(
+    [{"h_q": h_q, "b": b} for h_q in (8, 16) for b in (1, 8, 64, 128)]
+    + [{"b": 1, "idle": 7}, {"q_len": 2}, {"h_q": 64}, {"h_q": 128}, {"row": 584, "b": 64}, {"h_q": 16, "b": 256}]
+    + [{"row": 1152}, *({"row": 1152, "keys_per_split": 2048, "h_q": h_q} for h_q in (8, 64, 128))],
+    on_cpu=[{"b": 1, "topk": 512}],
+    tiny={"b": 2, "h_q": 4, "topk": 70, "context": 128},
+)
 def sparse_mla_decode(
     b: int = 8,
     q_len: int = 1,

@@ -10,46 +10,12 @@ Custom ops have no keyword-only tensors, so arguments that are keyword-only in `
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
 """
 
-from ._indexer_dense_loss import indexer_dense_loss
+from ... import _torch_ops
+from ..._torch_ops import *  # noqa: F403
 from ._indexer_scores import indexer_scores
-from ._kv_compress import kv_compress, kv_compress_backward
-from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
-from ._mla_cache import mla_cache_append, read_mla_cache
-from ._nvfp4 import (
-    nvfp4_dequantize,
-    nvfp4_gemv,
-    nvfp4_linear,
-    nvfp4_linear_backward,
-    nvfp4_matmul,
-    nvfp4_quantize,
-)
-from ._paged_attention import paged_attention
-from ._paged_lightning_indexer import paged_lightning_indexer
-from ._sparse_mla import attention_distribution, normalize_l1, sparse_mla, sparse_mla_backward, sparse_mla_forward
-from ._sparse_mla_decode import sparse_mla_decode
+from ._lightning_indexer import indexer_loss
+from ._mla_cache import read_mla_cache
+from ._sparse_mla import sparse_mla
 
-__all__ = [
-    "attention_distribution",
-    "indexer_dense_loss",
-    "indexer_loss",
-    "indexer_scores",
-    "kv_compress",
-    "kv_compress_backward",
-    "lightning_indexer",
-    "lightning_indexer_backward",
-    "mla_cache_append",
-    "normalize_l1",
-    "nvfp4_dequantize",
-    "nvfp4_gemv",
-    "nvfp4_linear",
-    "nvfp4_linear_backward",
-    "nvfp4_matmul",
-    "nvfp4_quantize",
-    "paged_attention",
-    "paged_lightning_indexer",
-    "read_mla_cache",
-    "sparse_mla",
-    "sparse_mla_backward",
-    "sparse_mla_decode",
-    "sparse_mla_forward",
-]
+__all__ = ["indexer_loss", "indexer_scores", "read_mla_cache", "sparse_mla"]
+__all__ += _torch_ops.__all__

@@ -1,4 +1,4 @@
-"""Sparse MLA, forward and backward, the attention distribution, and `normalize_l1`."""
+"""Sparse MLA, forward and backward."""
 
 from itertools import zip_longest
 from typing import Any
@@ -9,10 +9,9 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import Gradients, contiguous_rows, differentiable, exporting, no_gradient, operator, stop_gradient
+from ._register import Gradients, contiguous_rows, differentiable, exporting, no_gradient, operator
 
 _forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.sparse_mla_backward)
-_distribution, _normalize = exporting(hopwell.attention_distribution), exporting(hopwell.normalize_l1)
 
 
 def _sparse_mla_forward_fake(q: Tensor, d_v: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,54 +275,3 @@ def sparse_mla(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
         indices_ascending, share_keys, window_kv, window, w_start, w_end, backend,
     )  # fmt: skip
-
-
-def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor | None, **_: Any) -> Tensor:
-    topk = kv.shape[0] if indices is None else indices.shape[-1]
-    return q.new_empty((q.shape[0], topk), dtype=torch.float32)
-
-
-@operator("attention_distribution", _attention_distribution_fake)
-def attention_distribution(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor | None,
-    lse: Tensor,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    normalize: str = "none",
-    backend: str | None = None,
-    indices_ascending: bool = False,
-    attn_sink: Tensor | None = None,
-) -> Tensor:
-    """Attention of each selected key, summed over the heads: float32 [s_q, topk]; without indices for all keys, [s_q,
-    s_kv]. Carries no gradient.
-
-    q, kv, indices and masks as in `sparse_mla`; lse, float32 [s_q, h_q], is its result, with or without window keys.
-    attn_sink, float32 [h_q]: log(exp(lse) + exp(attn_sink)) is in lse's place. normalize "l1" divides each row by its
-    sum (rows of zeros stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
-    """
-    result: Tensor = _distribution(**locals())
-    return result
-
-
-stop_gradient("attention_distribution")
-
-
-def _normalize_l1_fake(attn: Tensor, backend: str | None = None) -> Tensor:
-    return attn.new_empty(attn.shape)
-
-
-@operator("normalize_l1", _normalize_l1_fake)
-def normalize_l1(attn: Tensor, backend: str | None = None) -> Tensor:
-    """Divides the rows of attn float32 [rows, columns] by their sums; rows of zeros stay zero. Carries no gradient."""
-    result: Tensor = _normalize(attn, backend=backend)
-    return result
-
-
-stop_gradient("normalize_l1")

@@ -1,13 +1,120 @@
-"""The expected results of the indexer's operators, as in `judge.py`."""
+"""The lightning indexer and its backward."""
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import torch
+from calls import DTYPES, FLOAT8, Call, Rng, bound_of, normal
+from fuzz.arguments import causality, key_ranges, scalar
+from fuzz.bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, compare, e4m3_cut, finite, is_cut, unless
+from fuzz.call import WORK, FuzzedCall, fit, given
+from fuzz.draw import Maker, rows_of_indices
 from hopwell import reference
 from hopwell.reference._visible import visible_keys
+from hypothesis import strategies as st
+from torch_inputs import index_leaves, indexer_inputs, indexer_key_ranges
 
-from .bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, compare, e4m3_cut, finite, is_cut, unless
-from .draw import E4M3
+from ._operator import Operator
+
+
+def call(rng: Rng, dtype: str) -> Call:
+    s_q, s_kv, h_index, d_index = 5, 90, 3, 16
+
+    def integers(shape: tuple[int, ...]) -> Any:  # exact scores, so that the selection has one right answer
+        return rng.integers(-3, 4, shape).astype(ml_dtypes.float8_e4m3fn if dtype == FLOAT8 else DTYPES[dtype])
+
+    arguments = {
+        "q_index": integers((s_q, h_index, d_index)),
+        "k_index": integers((s_kv, d_index)),
+        "weights": integers((s_q, h_index)).astype(np.float32 if dtype == FLOAT8 else DTYPES[dtype]),
+        "topk": 17,
+        "q_start": 60,
+        "kv_stride": 2,
+        "k_start": rng.integers(-3, 60, s_q).astype(np.int32),
+        "k_end": rng.integers(40, 99, s_q).astype(np.int32),
+    }
+    if dtype == FLOAT8:
+        arguments["q_scale"] = np.exp2(rng.integers(-3, 4, (s_q, h_index))).astype(np.float32)
+        arguments["k_scale"] = np.exp2(rng.integers(-3, 4, s_kv)).astype(np.float32)
+    return Call("lightning_indexer", arguments, (0, 0))
+
+
+def backward_call(rng: Rng, dtype: str) -> Call:
+    arguments = call(rng, dtype).arguments
+    for name in ("topk", "q_start", "kv_stride"):
+        del arguments[name]
+    indices = rng.integers(-2, 92, (5, 17)).astype(np.int32)
+    target = rng.random(indices.shape)
+    first, last = np.maximum(arguments["k_start"], 0)[:, None], np.minimum(arguments["k_end"], 90)[:, None]
+    valid = (indices >= first) & (indices < last)
+    total = target.sum(axis=1, keepdims=True, where=valid)  # 1 over these, or the loss were a difference of large terms
+    arguments |= {
+        "weights": normal(rng, (5, 3), "float32", 0.1),
+        "indices": indices,
+        "target": (target / np.where(total > 0, total, 1)).astype(np.float32),
+        "d_loss": 0.5,
+    }
+    return Call("lightning_indexer_backward", arguments, (1e-4, bound_of(dtype), 1e-4, 1e-4))
+
+
+def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
+    dtype = maker.choose("float32", "bfloat16", *more_dtypes)
+    s_q, h_index, d_index = maker.size(0, 40), maker.size(1, 33), maker.size(1, 130)
+    if maker.for_kernels:
+        dtype = maker.choose("bfloat16", *(more_dtypes or ("bfloat16",)))
+        h_index, d_index = maker.choose(h_index, 16, 32, 64, maker.size(1, 130)), maker.choose(128, 128, 64)
+    s_q, h_index, d_index = fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
+    return dtype, {
+        "q_index": maker.floats((s_q, h_index, d_index), dtype),
+        "k_index": maker.floats((s_kv, d_index), dtype),
+        "weights": maker.floats((s_q, h_index), maker.choose("float32", "bfloat16")),
+    }
+
+
+@st.composite
+def right(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    s_kv = maker.choose(maker.size(0, 300), maker.size(0, 300), 600, 4099, 8200)
+    dtype, arguments = _index_inputs(maker, s_kv, s_kv, FLOAT8)
+    arguments["topk"] = maker.choose(maker.size(0, 300), s_kv, s_kv + 3)
+    s_q, h_index, _ = arguments["q_index"].shape
+    if dtype == FLOAT8 and maker.chance():
+        arguments["q_scale"] = maker.floats((s_q, h_index), "float32")
+    if dtype == FLOAT8 and maker.chance():
+        arguments["k_scale"] = maker.floats((s_kv,), "float32", rows=False)
+    arguments |= causality(maker, s_q, s_kv) | key_ranges(maker, s_q, s_kv)
+    if maker.chance(3):
+        arguments["relu"] = maker.chance()
+    return given(maker, "lightning_indexer", arguments, {})
+
+
+@st.composite
+def backward_right(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    s_kv, topk = maker.size(0, 300), maker.choose(maker.size(0, 130), maker.size(0, 130), 2049)
+    _, arguments = _index_inputs(maker, s_kv, max(s_kv, topk))
+    s_q = len(arguments["q_index"])
+    wanted = rows_of_indices(maker, s_q, s_kv, topk)
+    arguments["indices"] = maker.values(wanted if maker.chance() else wanted[:, None])
+    if maker.chance(4):
+        arguments["target"] = maker.floats((s_q, topk), "float32")
+    else:
+        target = maker.rng.random((s_q, topk)) * (maker.rng.random((s_q, topk)) < 0.7)
+        target /= np.maximum(target.sum(axis=1, keepdims=True), 1e-9)
+        arguments["target"] = maker.values(target.astype(np.float32))
+    if maker.chance(4):
+        arguments["d_scores"], arguments["target"] = maker.floats((s_q, topk), "float32"), None
+    arguments |= key_ranges(maker, s_q, s_kv)
+    if maker.chance():
+        arguments["d_loss"] = scalar(maker, 0.5)
+    if maker.chance(3):
+        arguments["row_weights"] = maker.floats((s_q,), "float32", rows=False)
+    if maker.chance(3):
+        arguments["relu"] = maker.chance()
+    if maker.chance():
+        arguments["deterministic"] = maker.chance()
+    return given(maker, "lightning_indexer_backward", arguments, {})
 
 
 def _scores(
@@ -71,57 +178,11 @@ def check_selection(a: dict[str, Any], backend: str, indices: Any, scores: Any) 
             )
 
 
-def check_paged_selection(a: dict[str, Any], backend: str, results: tuple[Any, ...]) -> None:
-    """As `check_selection`, query by query over the keys that it sees."""
-    q = a["q_index"] if a["q_index"].ndim == 4 else a["q_index"][:, None]
-    (b, q_len, _, d), topk = q.shape, a["topk"]
-    has_scores = a.get("scores") is not False
-    indices = results[0].reshape(b, q_len, topk)
-    scores = results[1].reshape(b, q_len, topk) if has_scores else None
-    lengths = results[-1].reshape(b, q_len) if len(results) > 1 + has_scores else None
-    keys, scales = _paged_keys(a["cache"], d, a["q_index"].dtype.name == "float8_e4m3fn")
-    blocks, block = a["cache"].shape[:2]
-    for s in range(b):
-        for i in range(q_len):
-            lens = a["context_lens"].astype(np.int64)
-            seen = lens[s, i] if lens.ndim == 2 else lens[s] - (q_len - 1 - i)
-            positions = np.arange(min(max(seen, 0), a["block_tables"].shape[1] * block))
-            pages = a["block_tables"][s].astype(np.int64)[positions // block]
-            there = (pages >= 0) & (pages < blocks)
-            positions, slots = positions[there], (pages * block + positions % block)[there]
-            row, at = indices[s, i].copy(), 0
-            for j, index in enumerate(row[: min(topk, len(slots))]):  # of equal slots the first position is chosen
-                names = slots if a.get("slots") else positions
-                while at < len(names) and names[at] != index:
-                    at += 1
-                assert at < len(names), f"indices[{s}, {i}, {j}] = {index} is not visible, or does not ascend"
-                row[j], at = at, at + 1
-            one = {"q_index": q[s, i][None], "k_index": keys[slots], "topk": topk, "relu": a.get("relu", True)}
-            one["weights"] = a["weights"].reshape(b, q_len, -1)[s, i][None]
-            if "q_scale" in a:
-                one["q_scale"] = a["q_scale"].reshape(b, q_len, -1)[s, i][None]
-            if scales is not None:
-                one["k_scale"] = scales[slots]
-            if scores is not None:
-                check_selection(one, backend, row[None], scores[s, i][None])
-            elif len(slots) <= topk:
-                assert (row[: len(slots)] == np.arange(len(slots))).all() and (row[len(slots) :] == -1).all()
-            if lengths is not None:
-                assert lengths[s, i] == min(topk, len(slots)), f"lengths[{s}, {i}]"
+def check(a: dict[str, Any], backend: str, results: tuple[Any, ...]) -> None:
+    check_selection(a, backend, *results)
 
 
-def _paged_keys(cache: Any, d: int, is_fp8: bool) -> tuple[Any, Any]:
-    """The keys [slots, d] of a cache, and their scales."""
-    blocks, block = cache.shape[:2]
-    flat = np.ascontiguousarray(cache).reshape(blocks, block * cache.shape[-1])
-    if not is_fp8:
-        return flat.reshape(blocks * block, d), None
-    codes, scales = flat.view(np.uint8)[:, : block * d], flat.view(np.uint8)[:, block * d :]
-    keys = np.ascontiguousarray(codes).view(E4M3).reshape(blocks * block, d)
-    return keys, np.ascontiguousarray(scales).view(np.float32).reshape(blocks * block)
-
-
-def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
+def backward_expected(a: dict[str, Any]) -> list[Expected]:
     loss, d_q, d_k, d_w = reference.lightning_indexer_backward(**a)
     d_loss, relu, d_scores = abs(float(a.get("d_loss", 1.0))), a.get("relu", True), a.get("d_scores")
     row_weights = a.get("row_weights", np.ones(len(d_q), np.float32)).astype(np.float64)
@@ -206,12 +267,76 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
-def indexer_dense_loss(a: dict[str, Any]) -> list[Expected]:
-    names, dtypes = ("loss", "d_q_index", "d_k_index", "d_weights"), ("float32", str(a["q_index"].dtype), "float32")
-    values = reference.indexer_dense_loss(**a)
-    # softmax and target are each of size 1 and may cancel; a query adds its errors to what each key gets
-    products = 4.0 * a["q_index"].shape[2] * (1 + len(a["q_index"]))
-    return [
-        Expected(name, value, BOUNDS[dtype], 4e-6 * products, elementwise=name == "loss")
-        for name, value, dtype in zip(names, values, (*dtypes, str(a["weights"].dtype)), strict=True)
-    ]
+INDEXER_DIMENSIONS = {
+    "q_index": "s_q h d",
+    "k_index": "s_kv d",
+    "weights": "s_q h",
+    "q_scale": "s_q h",
+    "k_scale": "s_kv",
+    **dict.fromkeys(("target", "d_scores"), "s_q topk"),
+    **dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q"),
+}
+
+
+def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them."""
+    inputs = indexer_inputs(dtype)
+    return {"": (*(inputs[n] for n in ("q_index", "k_index", "weights")), 5, None, 0, 1, *(None,) * 4, False)}
+
+
+def backward_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    inputs = indexer_inputs(dtype)
+    loss = inputs["target"], *index_leaves(inputs), inputs["indices"]
+    ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)
+    return {
+        "": loss,
+        "key ranges": (*loss, *ranges, None, row_weights, False, 0.5),
+        "d_scores": (None, *loss[1:], None, None, torch.randn(inputs["target"].shape)),
+    }
+
+
+OPERATOR = Operator(
+    name="lightning_indexer",
+    dtypes=("float32", "bfloat16", FLOAT8),
+    call=call,
+    right=right,
+    check=check,
+    dimensions=INDEXER_DIMENSIONS,
+    samples=samples,
+    free={("k_index", 0)},
+    messages=[
+        (
+            {"k_scale": np.ones(90, np.float32)},
+            "q_scale and k_scale need float8_e4m3fn q_index and k_index; scales of bfloat16 and float32 belong",
+        ),
+        ({"topk": -1}, "topk must be an integer of at least 0; got -1"),
+        ({"topk": 2**31}, f"topk must be an integer of at most {2**31 - 1}; got {2**31}"),
+        ({"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}; got {2**62}"),
+        ({"topk": 2**70}, f"topk must be an integer of at most {2**31 - 1}; got {2**70}"),
+        ({"topk": 2.0}, "topk must be an integer of at least 0; got 2.0"),
+        ({"k_start": None}, "k_start and k_end are given together"),
+        ({"kv_stride": -4}, "kv_stride must be at least 1; got -4"),
+    ],
+    fake_messages=[
+        ({"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}"),
+        ({"topk": -1}, "topk must be an integer of at least 0"),
+        ({"topk": -(2**64)}, "topk must be an integer of 64 bits"),
+    ],
+)
+BACKWARD = Operator(
+    name="lightning_indexer_backward",
+    call=backward_call,
+    right=backward_right,
+    expected=backward_expected,
+    dimensions=INDEXER_DIMENSIONS,
+    samples=backward_samples,
+    free={("k_index", 0)},
+    results=("loss", "d_q_index", "d_k_index", "d_weights"),
+    messages=[
+        (
+            {"q_index": np.zeros((5, 3, 16), ml_dtypes.float8_e4m3fn)},
+            "q_index must be bfloat16 or float32 [s_q, h_index, d_index]; got float8_e4m3fn [5, 3, 16]",
+        ),
+        ({"k_end": None}, "k_start and k_end are given together"),
+    ],
+)

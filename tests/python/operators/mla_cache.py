@@ -1,13 +1,36 @@
-"""Right calls of mla_cache_append."""
+"""Rows written into a paged cache."""
 
 from typing import Any
 
 import numpy as np
-from calls import DTYPES
+import torch
+from calls import DTYPES, Call, Rng, codes
+from fuzz.bounds import Expected
+from fuzz.call import WORK, FuzzedCall, fit
+from fuzz.draw import E4M3, Maker
+from hopwell import reference
 from hypothesis import strategies as st
 
-from .call import WORK, FuzzedCall, fit
-from .draw import E4M3, Maker
+from ._operator import Operator
+
+
+def call(rng: Rng, dtype: str) -> Call:
+    def grid(shape: tuple[int, ...], step: float) -> Any:  # a rotation by these has one right result
+        return rng.integers(-8, 9, shape) * step
+
+    arguments = {
+        "kv": grid((5, 512), 0.25).astype(DTYPES[dtype]),
+        "cache": codes(rng, (3, 4, 656)),
+        "slots": np.array([7, 2, 11, -1, 12]),
+        "k_rope": grid((5, 64), 0.25).astype(DTYPES[dtype]),
+        "positions": np.array([0, 3, 5, 2, 1], np.int32),
+        "cos_sin": grid((6, 48), 0.125).astype(np.float32),
+        "rope_offset": 200,
+        "interleaved": False,
+        "scale_format": "fp32",
+    }
+    return Call("mla_cache_append", arguments, (0,), written=("cache",))
+
 
 FORMATS = {"v32": (576, 656), "v32_without_rope": (512, 656), "v4": (512, 584), "v41": (512, 528)}
 
@@ -66,7 +89,7 @@ def _rotation(maker: Maker, n: int, d: int) -> dict[str, Any]:
 
 
 @st.composite
-def mla_cache_append(draw: st.DrawFn) -> FuzzedCall:
+def right(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     name, d, row = _width(maker)
     dtype = "bfloat16" if maker.for_kernels else maker.choose("float32", "bfloat16")
@@ -100,3 +123,72 @@ def mla_cache_append(draw: st.DrawFn) -> FuzzedCall:
     if maker.chance(4):
         arguments["backend"] = "cpu"
     return FuzzedCall("mla_cache_append", arguments, ("cache",), maker.memory)
+
+
+def expected(a: dict[str, Any]) -> list[Expected]:
+    return [Expected("cache", reference.mla_cache_append(**a | {"cache": np.array(a["cache"])}))]
+
+
+def dimensions(a: dict[str, Any]) -> dict[str, str]:
+    return {
+        "kv": "n columns!",
+        "cache": "blocks block row!" if a["cache"].ndim == 3 else "blocks block 1! row!",
+        "k_rope": "n d_rope!",
+        "slots": "n",
+        "positions": "n",
+        "cos_sin": "max_positions r!",
+    }
+
+
+def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    kv, slots = torch.randn(3, 512).to(dtype), torch.tensor([5, -1, 2])
+    rotation = torch.arange(3), torch.randn(4, 64), 448, False
+    coded = torch.zeros(2, 4, 656, dtype=torch.uint8), slots, torch.randn(3, 64).to(dtype)
+    one_scale = torch.zeros(2, 4, 512, dtype=torch.uint8), slots, *(None,) * 4, True, "pow2", torch.tensor(0.5)
+    return {"": (kv, *coded, *rotation, "fp32"), "one scale": (kv.clone().requires_grad_(), *one_scale)}
+
+
+OPERATOR = Operator(
+    name="mla_cache_append",
+    call=call,
+    right=right,
+    expected=expected,
+    reads_outputs=True,
+    must_be_given=("cache",),
+    dimensions=dimensions,
+    samples=samples,
+    free={("cache", 0), ("cache", 1), ("cos_sin", 0)},
+    choices={"scale_format": "pow2"},
+    messages=[
+        (
+            {"cache": np.zeros((3, 4, 584), np.uint8)},
+            "cache must be rows of 656 (V3.2), 576 (one scale) or 580 (index keys) bytes for d = 576; got 584",
+        ),
+        (
+            {"cache": np.zeros((3, 4, 2, 656), np.uint8)},
+            "cache must be [blocks, block, row] or [blocks, block, 1, row]; got ",
+        ),
+        ({"cache": np.zeros((3, 4, 512), np.float32)}, "cache must be rows of d = 576 elements; "),
+        ({"cache": np.zeros((3, 0, 656), np.uint8)}, "cache must be in blocks of 1 to 65536 rows"),
+        ({"cache": np.zeros((3, 8, 656), np.uint8)[:, ::2]}, "cache must be contiguous inside a block; got "),
+        ({"cache": np.broadcast_to(np.zeros((1, 65537, 656), np.uint8), (2, 65537, 656))}, "cache must be "),
+        ({"slots": np.zeros(5, np.int16)}, "slots must be int64 or int32"),
+        ({"slots": np.zeros(4, np.int64)}, "slots must be int64 or int32 [n=5]; got "),
+        ({"kv_scale": 0.5}, "kv_scale needs a cache of bytes with one scale"),
+        ({"kv_scale": np.ones((), np.float32)}, "kv_scale needs a cache of bytes with one scale"),
+        ({"positions": None}, "positions and cos_sin are given together"),
+        ({"cos_sin": None}, "positions and cos_sin are given together"),
+        ({"cos_sin": None, "positions": None}, "rope_offset needs positions and cos_sin"),
+        (
+            {"cos_sin": np.zeros((6, 47), np.float32)},
+            "cos_sin must be [max_positions, r] with an even r between 2 and d = 576; got ",
+        ),
+        (
+            {"cos_sin": np.zeros((6, 0), np.float32)},
+            "cos_sin must be [max_positions, r] with an even r between 2 and d = 576; got ",
+        ),
+        ({"rope_offset": 529}, "rope_offset must be between 0 and d - r = 528; got 529"),
+        ({"rope_offset": -1}, "rope_offset must be between 0 and d - r = 528; got -1"),
+        ({"scale_format": "linear"}, "scale_format must be "),
+    ],
+)
