@@ -521,6 +521,16 @@ const Subject kSubjects[] = {
      4,
      9,
      "ops/sparse_mla_decode/"},
+    // The kernel for many heads: tiles that wrap around the ring, several lists of entries, scales of both kinds, rows of
+    // bf16 and of codes, with and without splits.
+    {"sparse_mla_decode_many_heads_sm90",
+     "emu:sm90",
+     cases::sparse_mla_decode,
+     {"many_heads_v32", "many_heads_v4", "many_heads_per_tensor_576", "many_heads_bf16_splits",
+      "many_heads_v32_some_scales"},
+     2,
+     20,
+     "ops/sparse_mla_decode/"},
     {"sparse_mla_decode_sm90",
      "emu:sm90",
      cases::sparse_mla_decode,
