@@ -22,7 +22,8 @@ struct Decode {
   std::int64_t keys_per_split = 4096;
   DType dtype = DType::kBFloat16, cache = DType::kBFloat16;  // of q; of rows that are not quantised
   bool out_fp32 = false, flat = false, strided = false, lse = true;
-  std::int64_t max_blocks = 0;  // 0: entries are slots
+  std::int64_t strides_gap = 8;  // of strided q and out, elements
+  std::int64_t max_blocks = 0;   // 0: entries are slots
   enum class Lens { kNone, kSequence, kQuery } context_lens = Lens::kNone, topk_length = Lens::kNone;
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;
   enum class Entries { kAny, kEmptyRows, kTwice, kOne } entries = Entries::kAny;
@@ -278,7 +279,8 @@ void add_cache(Instance& instance, const Decode& p, Random& random, CacheData& c
 
 Inputs add_inputs(Instance& instance, const Decode& p, Random& random) {
   Inputs in;
-  in.q = &add_tensor(instance, p, "q", p.dtype, query_shape(p, {p.h_q, p.d_qk})).fill_normal(random, p.q_size);
+  in.q = &add_tensor(instance, p, "q", p.dtype, query_shape(p, {p.h_q, p.d_qk}), p.strides_gap)
+              .fill_normal(random, p.q_size);
   if (p.max_blocks > 0)
     in.context_lens =
         add_counts(instance, p, random, "context_lens", p.context_lens, p.max_blocks * p.block,
@@ -372,7 +374,7 @@ Instance make(Random& random, const Decode& p, bool timed) {
   Instance instance;
   const Inputs in = add_inputs(instance, p, random);
   const DType out_type = p.out_fp32 ? DType::kFloat32 : p.dtype;
-  Array& out = add_tensor(instance, p, "out", out_type, query_shape(p, {p.h_q, p.d_v}));
+  Array& out = add_tensor(instance, p, "out", out_type, query_shape(p, {p.h_q, p.d_v}), p.strides_gap);
   instance.expect(out, tolerance(p, timed ? 1 : rms_of_keys(p, in)));
   Array* lse = nullptr;
   if (p.lse) {
@@ -411,6 +413,67 @@ Instance make(Random& random, const Decode& p, bool timed) {
 }
 
 using Problems = std::vector<std::pair<std::string, Decode>>;
+
+// Tiles of 64 heads: several tiles of keys, partial ones too.
+Problems problems_of_many_heads() {
+  using Lens = Decode::Lens;
+  Problems all;
+  const auto add = [&](const std::string& name, const Decode& p) { all.emplace_back("many_heads_" + name, p); };
+  for (const auto& [name, rows, d, h_q] :
+       {std::tuple{"v32", Rows::kV32, 576, 64}, std::tuple{"v32_without_rope", Rows::kV32, 512, 40},
+        std::tuple{"v4", Rows::kV4, 512, 64}, std::tuple{"v41", Rows::kV41, 512, 100},
+        std::tuple{"per_tensor_576", Rows::kPerTensor, 576, 50},
+        std::tuple{"per_tensor_512", Rows::kPerTensor, 512, 64}})
+    add(name, {.rows = rows,
+               .b = 1,
+               .h_q = h_q,
+               .d_qk = d,
+               .topk = 420,
+               .blocks = 30,
+               .topk_length = Lens::kQuery,
+               .sink = Decode::Sink::kAny,
+               .kv_scale = rows == Rows::kPerTensor ? 0.37F : 0,
+               .scale_array = rows == Rows::kPerTensor,
+               .q_size = rows == Rows::kPerTensor ? 1e-3 : 0.1});
+  add("bf16_splits", {.b = 1, .h_q = 64, .topk = 420, .blocks = 30, .keys_per_split = 320});
+  add("bf16_512_two_caches", {.b = 1, .h_q = 33, .d_qk = 512, .topk = 200, .extra_topk = 70});
+  add("rope_cache_splits", {.b = 1, .h_q = 50, .topk = 300, .blocks = 30, .keys_per_split = 256, .rope_cache = true});
+  add("v32_some_scales",
+      {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v32_any_scales", {.rows = Rows::kV32, .b = 1, .h_q = 33, .scales = Decode::Scales::kAny});
+  add("v4_any_scales", {.rows = Rows::kV4, .b = 1, .h_q = 33, .d_qk = 512, .scales = Decode::Scales::kAny});
+  add("v41_some_scales",
+      {.rows = Rows::kV41, .b = 1, .h_q = 33, .d_qk = 512, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v32_nan_code", {.rows = Rows::kV32, .b = 2, .h_q = 40, .planted_nan = true});
+  add("v4_nan_scale_splits",
+      {.rows = Rows::kV4, .b = 2, .h_q = 40, .d_qk = 512, .topk = 130, .keys_per_split = 64, .nan_scale = true});
+  add("per_tensor_nan_code", {.rows = Rows::kPerTensor, .b = 2, .h_q = 33, .planted_nan = true, .q_size = 1e-3});
+  add("v32_empty_rows_splits", {.rows = Rows::kV32,
+                                .b = 2,
+                                .h_q = 48,
+                                .topk = 200,
+                                .keys_per_split = 128,
+                                .sink = Decode::Sink::kExtreme,
+                                .entries = Decode::Entries::kEmptyRows});
+  add("v32_empty_rows", {.rows = Rows::kV32, .b = 2, .h_q = 48, .entries = Decode::Entries::kEmptyRows});
+  add("bf16_empty_rows_two_caches",
+      {.b = 2, .h_q = 48, .extra_topk = 20, .entries = Decode::Entries::kEmptyRows, .lse = false});
+  add("v32_tables", {.rows = Rows::kV32,
+                     .b = 2,
+                     .h_q = 64,
+                     .topk = 257,
+                     .block = 53,
+                     .gap = 96,
+                     .extra_topk = 65,
+                     .keys_per_split = 192,
+                     .max_blocks = 6,
+                     .context_lens = Lens::kSequence});
+  add("v32_strided", {.rows = Rows::kV32, .b = 1, .q_len = 3, .h_q = 40, .out_fp32 = true, .strided = true});
+  add("v32_unaligned_q", {.rows = Rows::kV32, .b = 1, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2});
+  add("v32_large_scores", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 200, .q_size = 100});
+  add("v32_negative_scale", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 130, .sm_scale = -0.5F});
+  return all;
+}
 
 // Rows of bf16 in one cache, without splits.
 Problems plain_problems() {
@@ -558,7 +621,7 @@ Problems other_problems() {
 
 Suite sparse_mla_decode() {
   Suite suite{"sparse_mla_decode", {}, {}, {}};
-  for (const auto& problems : {plain_problems(), other_problems()})
+  for (const auto& problems : {plain_problems(), other_problems(), problems_of_many_heads()})
     for (const auto& [name, problem] : problems)
       suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p, false); });
   const auto shape = [](const char* rows, const char* h_q, const char* b, const char* q_len) {
@@ -611,6 +674,15 @@ Suite sparse_mla_decode() {
        {"v32_lists", "v32_some_scales", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
        4,
        9,
+       "ops/sparse_mla_decode/"},
+      // The kernel for many heads: tiles that wrap around the ring, several lists of entries, scales of both kinds, rows of
+      // bf16 and of codes, with and without splits.
+      {"sparse_mla_decode_many_heads_sm90",
+       "emu:sm90",
+       {"many_heads_v32", "many_heads_v4", "many_heads_per_tensor_576", "many_heads_bf16_splits",
+        "many_heads_v32_some_scales"},
+       2,
+       20,
        "ops/sparse_mla_decode/"},
       {"sparse_mla_decode_sm90",
        "emu:sm90",

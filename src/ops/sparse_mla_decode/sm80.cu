@@ -25,7 +25,7 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   runtime::PlanOr<forward::Problem> f = forward_problem(p);
   if (const auto* problem = std::get_if<forward::Problem>(&f); problem != nullptr && forward_supports(p))
     return Plan{*problem, {}};
-  runtime::PlanOr<SplitPlan> splits = plan_splits<tile::ShiftedCodes>(p);
+  runtime::PlanOr<SplitPlan> splits = plan_splits(p, split_kernel_for<tile::ShiftedCodes>);
   if (const auto* reason = std::get_if<runtime::Unsupported>(&splits)) return *reason;
   const auto& plan = std::get<SplitPlan>(splits);
   return Plan{std::nullopt, plan, plan.workspace_bytes};

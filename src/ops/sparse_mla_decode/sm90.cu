@@ -1,5 +1,6 @@
-// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in one paged cache without splits, or the split
-// kernel (gpu/split.hpp), which converts codes by an instruction that Ampere does not have.
+// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in one paged cache without splits; else for up to
+// 32 heads the split kernel (gpu/split.hpp), which converts codes by an instruction that Ampere does not have, and for
+// more heads the kernel for tiles of 64 heads (sm90/many_heads.hpp).
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
@@ -26,9 +27,15 @@ std::optional<ForwardPlan> plan_forward(const Problem& p) {
   return ForwardPlan{*problem, forward::plan_of(*problem)};
 }
 
+// Tiles of 64 heads from 33 heads on, because a tile of 16 decodes every row for itself.
+HeadsOfTile kernel_for(const Problem& p) {
+  if (p.h_q <= 32) return split_kernel_for<tile::ConvertedCodes>(p);
+  return {64, with_rows_of(p, []<class Rows>(Rows) { return many_heads_kernel<Rows>(); })};
+}
+
 runtime::PlanOr<Plan> plan(const Problem& p) {
   if (std::optional<ForwardPlan> f = plan_forward(p)) return Plan{std::move(f), {}};
-  runtime::PlanOr<SplitPlan> splits = plan_splits<tile::ConvertedCodes>(p);
+  runtime::PlanOr<SplitPlan> splits = plan_splits(p, kernel_for);
   if (const auto* reason = std::get_if<runtime::Unsupported>(&splits)) return *reason;
   const auto& plan = std::get<SplitPlan>(splits);
   return Plan{std::nullopt, plan, plan.workspace_bytes};

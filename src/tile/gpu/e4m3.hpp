@@ -1,9 +1,11 @@
-// e4m3 codes as operands of products of fp16. fp16 represents every e4m3 number exactly, subnormals too.
+// e4m3 codes as operands of products of fp16 or bf16. Both represent every e4m3 number exactly, subnormals too.
 //
-// Two ways to decode. Each gives codes · kUnit, and pairs of a word's four codes 0, 1, 2, 3:
+// Two ways to decode to fp16. Each gives codes · kUnit, and pairs of a word's four codes 0, 1, 2, 3:
 //
 //     ShiftedCodes     integer shifts, for any GPU. 7 instructions for 4 codes. A NaN code becomes ±480
 //     ConvertedCodes   cvt of sm_89 and later. 2 instructions for 4 codes, 3 for even and odd codes. NaN stays NaN
+//
+// ScaledCodes gives bf16(code · scale).
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -42,6 +44,45 @@ struct ConvertedCodes {
   }
   HOPWELL_DEVICE static CodePairs even_odd(uint32_t codes) { return pairs(arch::permute_bytes<0x3120>(codes, 0)); }
   HOPWELL_DEVICE static uint32_t nan_bits(uint32_t) { return 0; }
+};
+#endif
+
+#if HOPWELL_HAS_SM90
+/// bf16(code · scale) by a shift and one product: s eeee mmm at bits 15 and 10 to 4 of a bf16 is the code times 2^-120.
+/// 11 instructions for 4 codes. The caller decodes in another way if a scale is not `exact` or if a code is NaN.
+struct ScaledCodes {
+  static constexpr uint32_t kNan = 0x07f007f0;  // magnitudes of two NaN codes
+  uint32_t largest;                             // magnitudes of the codes so far
+
+  /// bf16(scale · 2^120) twice, and whether products with it are right: bf16 numbers from 2^-124 up to 2^8, and 0.
+  struct Factor {
+    uint32_t pair;
+    bool exact;
+  };
+  static HOPWELL_DEVICE Factor factor_of(float scale) {
+    const uint32_t bits = arch::bit_cast<uint32_t>(scale * 0x1p120F), magnitude = bits & 0x7fffffff;
+    constexpr uint32_t kLeast = 3 + 120, kMost = 254;  // exponents
+    const bool in_range = magnitude == 0 || magnitude - (kLeast << 23) < (kMost + 1 - kLeast) << 23;
+    return {arch::permute_bytes<0x3232>(bits, 0), (bits & 0xffff) == 0 && in_range};
+  }
+  /// The same for a scale 2^(byte - 127).
+  static HOPWELL_DEVICE Factor factor_of_ue8m0(uint32_t byte) {
+    return {(byte + 120) * 0x00800080U, byte - 3 <= 134 - 3};
+  }
+
+  /// Four codes as two pairs of bf16, in order.
+  HOPWELL_DEVICE void decode(uint32_t codes, uint32_t factor, uint32_t* pairs) {
+    constexpr uint32_t kMagnitudes = kNan, kSigns = 0x80008000;
+    const uint32_t first = arch::permute_bytes<0x1404>(codes, 0), second = arch::permute_bytes<0x3424>(codes, 0);
+    const uint32_t magnitudes[2] = {first >> 4 & kMagnitudes, second >> 4 & kMagnitudes};
+    largest = arch::max_u16x2(arch::max_u16x2(largest, magnitudes[0]), magnitudes[1]);
+    pairs[0] = arch::multiply_bf16((first & kSigns) | magnitudes[0], factor);
+    pairs[1] = arch::multiply_bf16((second & kSigns) | magnitudes[1], factor);
+  }
+  /// exact: whether all factors are.
+  HOPWELL_DEVICE explicit ScaledCodes(bool exact) : largest(exact ? 0 : kNan) {}
+  /// False if a factor is not exact or a code was NaN.
+  HOPWELL_DEVICE bool is_right() const { return ((largest + 0x00100010) & 0x08000800) == 0; }
 };
 #endif
 

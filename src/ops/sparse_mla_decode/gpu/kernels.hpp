@@ -15,8 +15,23 @@ struct SplitKernel {
   std::size_t shared_bytes;
 };
 
-// The kernel for tiles of 8 or 16 heads. Codes: how it decodes e4m3 (tile/gpu/e4m3.hpp).
+// The kernel for tiles of 8 or 16 heads, for any GPU. Codes: how it decodes e4m3 (tile/gpu/e4m3.hpp).
 template <class Codes, class RowsOfFormat>
 SplitKernel split_kernel(int heads);
+
+// Hopper's kernel for tiles of 64 heads.
+template <class RowsOfFormat>
+SplitKernel many_heads_kernel();
+
+// `kernel_of` called with the rows of a problem's format.
+template <class KernelOf>
+SplitKernel with_rows_of(const Problem& p, const KernelOf& kernel_of) {
+  if (!p.format) return p.d_qk == 576 ? kernel_of(RowsPlain<576>{}) : kernel_of(RowsPlain<512>{});
+  if (*p.format == mla_cache::kV32) return kernel_of(RowsV32{});
+  if (*p.format == mla_cache::kV32WithoutRope) return kernel_of(RowsV32WithoutRope{});
+  if (*p.format == mla_cache::kV4) return kernel_of(RowsV4{});
+  if (*p.format == mla_cache::kV41) return kernel_of(RowsV41{});
+  return p.d_qk == 576 ? kernel_of(RowsPerTensor<576>{}) : kernel_of(RowsPerTensor<512>{});
+}
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

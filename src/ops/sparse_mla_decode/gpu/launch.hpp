@@ -31,18 +31,6 @@ struct SplitPlan {
   std::size_t workspace_bytes = 0;
 };
 
-template <class Codes>
-SplitKernel split_kernel_for(const Problem& p, int heads) {
-  if (!p.format)
-    return p.d_qk == 576 ? split_kernel<Codes, RowsPlain<576>>(heads) : split_kernel<Codes, RowsPlain<512>>(heads);
-  if (*p.format == mla_cache::kV32) return split_kernel<Codes, RowsV32>(heads);
-  if (*p.format == mla_cache::kV32WithoutRope) return split_kernel<Codes, RowsV32WithoutRope>(heads);
-  if (*p.format == mla_cache::kV4) return split_kernel<Codes, RowsV4>(heads);
-  if (*p.format == mla_cache::kV41) return split_kernel<Codes, RowsV41>(heads);
-  return p.d_qk == 576 ? split_kernel<Codes, RowsPerTensor<576>>(heads)
-                       : split_kernel<Codes, RowsPerTensor<512>>(heads);
-}
-
 inline bool blocks_aligned(const mla_cache::Blocks& cache) {
   return reinterpret_cast<std::uintptr_t>(cache.data) % 16 == 0 && (cache.blocks <= 1 || cache.stride % 16 == 0);
 }
@@ -61,13 +49,23 @@ inline const char* unsupported_by_splits(const Problem& p) {
   return nullptr;
 }
 
+// The kernel for tiles of 8 or 16 heads, and how many. Codes: how it decodes.
+struct HeadsOfTile {
+  int heads;
+  SplitKernel kernel;
+};
 template <class Codes>
-runtime::PlanOr<SplitPlan> plan_splits(const Problem& p) {
+HeadsOfTile split_kernel_for(const Problem& p) {
+  const int heads = p.h_q <= 8 ? 8 : 16;
+  return {heads, with_rows_of(p, [&]<class Rows>(Rows) { return split_kernel<Codes, Rows>(heads); })};
+}
+
+inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
   using runtime::Unsupported;
   if (const char* reason = unsupported_by_splits(p)) return Unsupported{reason};
   SplitPlan plan;
-  plan.heads = p.h_q <= 8 ? 8 : 16;
-  plan.kernel = split_kernel_for<Codes>(p, plan.heads);
+  const HeadsOfTile tile = kernel_for(p);
+  plan.heads = tile.heads, plan.kernel = tile.kernel;
   plan.head_tiles = (p.h_q + plan.heads - 1) / plan.heads;
   const auto splits_of = [&](const Keys& keys) {
     const std::int64_t topk = keys.selection.topk;

@@ -43,14 +43,18 @@ struct Rows {
   }
   static constexpr HOPWELL_HOST_DEVICE int offset_of(int block) { return block * (kHasCodes ? 64 : 128); }
 
-  /// Scale `i` of a block in a row of the stage.
-  static HOPWELL_DEVICE float scale(const unsigned char* row, int block, int i) {
+  /// Scale `i` of a block. `scales`: of the row.
+  static HOPWELL_DEVICE float scale_among(const unsigned char* scales, int block, int i) {
     if constexpr (kFormat.scale == mla_cache::Scale::fp32)
-      return *reinterpret_cast<const float*>(row + kScalesAt + block * 64 / kFormat.tile * 4);
+      return *reinterpret_cast<const float*>(scales + block * 64 / kFormat.tile * 4);
     else if constexpr (kHasScales)
-      return mla_cache::ue8m0(row[kScalesAt + block * 64 / kFormat.tile + i]);
+      return mla_cache::ue8m0(scales[block * 64 / kFormat.tile + i]);
     else
       return 1;
+  }
+  /// The same in a row of the stage.
+  static HOPWELL_DEVICE float scale(const unsigned char* row, int block, int i) {
+    return scale_among(row + kScalesAt, block, i);
   }
 };
 

@@ -18,10 +18,6 @@ HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
-HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
-  return p.q + query / p.q_len * p.q_stride[0] + query % p.q_len * p.q_stride[1];
-}
-
 // A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or of RoPE.
 template <class Config>
 struct Query {

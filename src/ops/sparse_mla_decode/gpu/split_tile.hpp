@@ -8,6 +8,7 @@
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_decode/gpu/kernels.hpp"
+#include "ops/sparse_mla_decode/gpu/work.hpp"
 #include "tile/gpu/e4m3.hpp"
 #include "tile/gpu/warp.hpp"
 
@@ -39,59 +40,14 @@ struct SplitStorage {
   alignas(16) uint16_t p[Config::kHeads][Config::kPitchP];
   alignas(16) uint16_t scales[Config::kWarps][Row::kScales][Config::kKeys];  // of each warp's block, fp16
   const unsigned char* rows[Config::kListed];
-  const unsigned char* second[Row::kSecondBytes > 0 || Row::kMayHaveRopeCache ? Config::kListed : 1];
+  const unsigned char* second[RowAddress<Row>::kHasSecond ? Config::kListed : 1];
   float factors[Config::kHeads];                 // row_scale of a step; at the end the factor of the output
   float maxima[Config::kWarps][Config::kHeads];  // of |q| over a warp's columns
   int counts[Config::kWarps];                    // valid entries that each warp has listed
   int keys[Config::kStages];                     // of a stage that are valid
 };
 
-// ---- the work of a CTA ------------------------------------------------------------------------------------------------
-
-// The query, the split and the tile of heads of a CTA. Read again where it is needed, to save registers.
-struct Work {
-  int number;  // of the split in the launch
-  int split;   // of the query
-  int query;
-  int first_head;
-
-  HOPWELL_DEVICE Work(const SplitParams& p, int heads)
-      : number(arch::block_index() / p.head_tiles),
-        split(number % p.splits),
-        query(p.first_query + number / p.splits),
-        first_head(arch::block_index() % p.head_tiles * heads) {}
-};
-
-// The entries of a split, in the first or in the second cache.
-struct Entries {
-  const Keys* keys;
-  const int* row;
-  int count;
-  uint32_t visible;  // entries from this number on are not valid
-  const int* table;  // or null
-
-  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) {
-    const bool is_extra = work.split >= p.splits_of_keys;
-    keys = is_extra ? &p.extra : &p.keys;
-    const PagedSelection& selection = keys->selection;
-    const int64_t b = work.query / p.q_len, i = work.query % p.q_len, visible_entries = selection.visible(b, i);
-    const int64_t first = (is_extra ? work.split - p.splits_of_keys : work.split) * p.keys_per_split,
-                  left = selection.length(b, i) - first;
-    row = selection.row(b, i) + first;
-    count = int(left < 0 ? 0 : left < p.keys_per_split ? left : p.keys_per_split);
-    constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
-    visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
-    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
-  }
-  /// The slot that entry `at` names, or -1 if it is not valid.
-  HOPWELL_DEVICE int slot(int at) const {
-    const int entry = at < count ? row[at] : -1;
-    if (uint32_t(entry) >= visible) return -1;
-    if (!table) return entry;
-    const int block = int(keys->selection.block), page = table[entry / block];
-    return uint32_t(page) < uint32_t(keys->selection.blocks) ? page * block + entry % block : -1;
-  }
-};
+// ---- copies of rows -------------------------------------------------------------------------------------------------
 
 // Lists a split's rows and copies them to the stages, in order.
 template <class Config>
@@ -111,7 +67,8 @@ struct Copies {
   HOPWELL_DEVICE void list() {
     const Entries entries(p, Work(p, Config::kHeads));
     const int warp = arch::warp_index(), lane = arch::lane_index();
-    const int slot = entries.slot(next + arch::thread_index());
+    const int entry = entries.entry(uint32_t(next + arch::thread_index()));
+    const int slot = entries.slot(entry, entries.page(entry));
     const uint32_t valid = arch::ballot(slot >= 0);
     if (lane == 0) s.counts[warp] = std::popcount(valid);
     arch::syncthreads();
@@ -123,19 +80,9 @@ struct Copies {
       listed += s.counts[w];
     }
     if (slot >= 0) {
-      const mla_cache::Blocks& cache = entries.keys->cache;
-      const int block = slot / int(cache.block), row = slot % int(cache.block);
-      const unsigned char* data = cache.data + block * cache.stride;
-      if constexpr (Row::kMayHaveRopeCache) {
-        const int pitch = p.rope_cache.data ? 2 * kDv : Row::kFormat.data_pitch;
-        s.rows[before] = data + row * pitch;
-        if (p.rope_cache.data)
-          s.second[before] = p.rope_cache.data + block * p.rope_cache.stride + row * (2 * (Row::kWidth - kDv));
-      } else {
-        s.rows[before] = data + int64_t{row} * Row::kFormat.data_pitch;
-        if constexpr (Row::kSecondBytes > 0)
-          s.second[before] = data + cache.block * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
-      }
+      const RowAddress<Row> address(p, entries.keys->cache, slot);
+      s.rows[before] = address.data;
+      if constexpr (RowAddress<Row>::kHasSecond) s.second[before] = address.second;
     }
     next = count - next > Config::kListed ? next + Config::kListed : count;
     arch::syncthreads();

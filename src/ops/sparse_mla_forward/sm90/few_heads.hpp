@@ -129,7 +129,7 @@ HOPWELL_DEVICE void multiply_keys(Storage& s, const Tile& at, float (&scores)[St
     }
     HOPWELL_UNROLL
     for (uint32_t step = 0; step < 4; ++step) {
-      const uint32_t panel = uint32_t(score_panel<Storage::kDqk>(i)), inside = step * 32;
+      const uint32_t panel = uint32_t(tile::score_panel<Storage::kDqk>(i)), inside = step * 32;
       arch::wgmma_ss(scores, a + ((panel * tile::kPanelBytes + inside) >> 4),
                      b + ((panel * Storage::kHeads * 128 + inside) >> 4), i > 0 || step > 0);
     }
@@ -248,7 +248,7 @@ HOPWELL_DEVICE void add_sums(Storage& s, const Tile& at, bool odd, PartialSums& 
   float sums[4];
   HOPWELL_UNROLL
   for (int warp = 0; warp < 4; ++warp) sums[warp] = from[32 * warp];
-  const float sum = sum_of_tile(sums);
+  const float sum = tile::sum_of_tile(sums);
   partial[0] = odd ? partial[0] : partial[0] + sum;
   partial[1] = odd ? partial[1] + sum : partial[1];
 }

@@ -19,6 +19,7 @@
 #include "ops/sparse_mla_forward/params.hpp"
 #include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
+#include "tile/gpu/score_tile.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
@@ -114,12 +115,6 @@ HOPWELL_DEVICE WorkTile<KernelParams> work_tile_of(const KernelParams& p, uint32
 struct PanelGroup {
   int first, count;
 };
-
-// Panel multiplied at position n of a score: RoPE in the middle, where its copy delays no other panel.
-template <int kDqk>
-HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
-  return kDqk == 512 || n < 4 ? n : n == 4 ? 8 : n - 1;
-}
 
 #if HOPWELL_HAS_SM90A
 
@@ -297,14 +292,6 @@ HOPWELL_DEVICE void copy_box(uint32_t to, const Box& box, PanelGroup panels, arc
     arch::tma_load<2>(to + uint32_t(panel) * tile::kPanelBytes, *box.rows, {panel * tile::kPanelColumns, box.first},
                       full);
 }
-
-// Sum of exponentials of 16 keys. A lane has the keys with one value of c: see above. `value(j, b)`: of key 8 j + 2 c +
-// b.
-template <class Value>
-HOPWELL_DEVICE float sum_of_16(const Value& value) {
-  return (value(0, 0) + value(1, 0)) + (value(0, 1) + value(1, 1));
-}
-HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
 
 // The producer. A warp copies 16 rows of both stages (kStagesOfWarp 2), or 32 rows of one stage. Its lanes hold the
 // keys of its tiles of a step. A CTA processes one query, whose tiles alternate between the stages, or two queries with

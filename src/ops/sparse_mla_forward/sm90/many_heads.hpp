@@ -44,6 +44,7 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_forward/sm90/gather.hpp"
+#include "tile/gpu/score_tile.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
@@ -124,7 +125,7 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
     }
     HOPWELL_UNROLL
     for (int step = 0; step < 4; ++step) {
-      const uint64_t offset = tile::columns_on(4 * score_panel<Storage::kDqk>(i) + step);
+      const uint64_t offset = tile::columns_on(4 * tile::score_panel<Storage::kDqk>(i) + step);
       arch::wgmma_ss(scores, a + offset, b + offset, i > 0 || step > 0);
     }
   }
@@ -146,14 +147,10 @@ HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]
 }
 
 // Valid keys of a tile, 32 per word: for all heads, or per member of a group, for the members of a thread's rows r.
-struct TileMask {
-  uint32_t low, high;
-
+struct QueryMask : tile::TileMask {
   HOPWELL_DEVICE void read(const Params&, const uint32_t (&valid)[4], int) {
     low = valid[0] | valid[1] << 16, high = valid[2] | valid[3] << 16;
   }
-  HOPWELL_DEVICE bool lacks_any() const { return (low & high) != 0xffffffff; }
-  HOPWELL_DEVICE bool has(int, int half, int column) const { return ((half == 0 ? low : high) >> column) & 1; }
 };
 struct MemberMasks {
   uint32_t words[2][2];
@@ -170,58 +167,12 @@ struct MemberMasks {
 };
 
 template <class Storage>
-using Mask = std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask>;
+using Mask = std::conditional_t<Storage::kOfGroups, MemberMasks, QueryMask>;
 
-// Masks the scores and computes the maximum of each row, in log 2. Returns the unit of the scores in log 2.
+using tile::Probabilities;
 template <class Storage>
-HOPWELL_DEVICE float tile_row_max(float scale_log2, const Mask<Storage>& mask, float (&scores)[32], float (&max)[2]) {
-  const int column = arch::lane_index() % 4 * 2;
-  float unit = scale_log2;
-  if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group is complete for all members
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i)
-      if (!mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2)) scores[i] = -INFINITY;
-  } else if (mask.lacks_any() || !(scale_log2 > 0)) {
-    unit = 1;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {
-      const bool counts = mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2);
-      scores[i] = counts ? scores[i] * scale_log2 : -INFINITY;
-    }
-  }
-  float part[4] = {scores[0], scores[1], scores[2], scores[3]};
-  HOPWELL_UNROLL
-  for (int i = 4; i < 32; ++i) part[i % 4] = fmaxf(part[i % 4], scores[i]);
-  HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    max[r] = fmaxf(part[2 * r], part[2 * r + 1]);
-    max[r] = tile::max_of_quad(max[r]) * unit;
-  }
-  return unit;
-}
-
-// Replaces scores by probabilities.
-HOPWELL_DEVICE void exponentiate(float unit, float (&scores)[32], SoftmaxState& state) {
-  const float shift[2] = {tile::finite_row_max(state.row_max[0]), tile::finite_row_max(state.row_max[1])};
-  float sums[2][4];
-  HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
-  HOPWELL_UNROLL
-  for (int i = 0; i < 8; ++i)
-    sums[i % 2][i / 2] = sum_of_16([&](int j, int b) { return scores[i / 2 * 8 + 4 * j + i % 2 * 2 + b]; });
-  HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) state.sum[r] += sum_of_tile(sums[r]);
-}
-
-// P as A fragments of the products with V.
-struct Probabilities {
-  uint32_t fragment[4][4];
-};
-template <class Storage>
-HOPWELL_DEVICE uint32_t p_address(const Storage& s, int stage, int step) {
-  const uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
-  return arch::shared_address(s.keys[stage]) + 8 * tile::kPanelBytes +
-         tile::swizzled(row, uint32_t(2 * step) + lane / 16);
+HOPWELL_DEVICE uint32_t p_panel(const Storage& s, int stage) {
+  return arch::shared_address(s.keys[stage]) + 8 * tile::kPanelBytes;
 }
 
 // Rounds the probabilities and stores them for the other warpgroup. With a RoPE panel, the scores have already waited
@@ -230,13 +181,7 @@ template <class Storage>
 HOPWELL_DEVICE void store_p(Storage& s, int stage, uint32_t parity, const float (&scores)[32], Probabilities& own) {
   const auto slot = tile::ring_stage(s.p_ring, stage, parity);
   if constexpr (Storage::kDqk == 512) slot.wait_empty();
-  HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step) {
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i)
-      own.fragment[step][i] = arch::pack_bf16(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
-    arch::stmatrix(p_address(s, stage, step), own.fragment[step]);
-  }
+  own.round_and_store(scores, p_panel(s, stage));
   slot.commit();
 }
 
@@ -244,8 +189,7 @@ template <class Storage>
 HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities& remote) {
   const auto slot = tile::ring_stage(s.p_ring, stage, parity);
   slot.wait_full();
-  HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step) arch::ldmatrix(remote.fragment[step], p_address(s, stage, step));
+  remote.load(p_panel(s, stage));
   if constexpr (Storage::kDqk == 512)
     slot.release();
   else
@@ -266,7 +210,7 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
                             SoftmaxState& state, float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = tile_row_max<Storage>(p.scale_log2, mask, scores, max);
+  const float unit = tile::tile_row_max<Storage::kOfGroups>(p.scale_log2, mask, scores, max);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     state.max[r] = fmaxf(state.max[r], max[r]);
@@ -274,7 +218,7 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
     if (lane % 4 == 0) s.row_max[self][row + 8 * r] = state.row_max[r];
   }
   if (self == 0) tile::arrive_warp(s.row_max_full);
-  exponentiate(unit, scores, state);
+  tile::exponentiate(unit, state.row_max, scores, state.sum);
 }
 
 // Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.

@@ -1,0 +1,85 @@
+// sparse_mla_decode on GPUs by splits: the work of a CTA, the entries of its split, and the addresses of their rows.
+#pragma once
+
+#include "ops/sparse_mla_decode/gpu/params.hpp"
+#include "ops/sparse_mla_decode/gpu/rows.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+// The query, the split and the tile of heads of a CTA. Read again where it is needed, to save registers.
+struct Work {
+  int number;  // of the split in the launch
+  int split;   // of the query
+  int query;
+  int first_head;
+
+  HOPWELL_DEVICE Work(const SplitParams& p, int heads)
+      : number(arch::block_index() / p.head_tiles),
+        split(number % p.splits),
+        query(p.first_query + number / p.splits),
+        first_head(arch::block_index() % p.head_tiles * heads) {}
+};
+
+HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
+  return p.q + query / p.q_len * p.q_stride[0] + query % p.q_len * p.q_stride[1];
+}
+
+// The entries of a split, in the first or in the second cache.
+struct Entries {
+  const Keys* keys;
+  const int* row;
+  int count;
+  uint32_t visible;  // entries from this number on are not valid
+  const int* table;  // or null
+
+  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) {
+    const bool is_extra = work.split >= p.splits_of_keys;
+    keys = is_extra ? &p.extra : &p.keys;
+    const PagedSelection& selection = keys->selection;
+    const int64_t b = work.query / p.q_len, i = work.query % p.q_len, visible_entries = selection.visible(b, i);
+    const int64_t first = (is_extra ? work.split - p.splits_of_keys : work.split) * p.keys_per_split,
+                  left = selection.length(b, i) - first;
+    row = selection.row(b, i) + first;
+    count = int(left < 0 ? 0 : left < p.keys_per_split ? left : p.keys_per_split);
+    constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
+    visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
+    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
+  }
+  /// Entry `at`, or -1 if the split ends before it. The entry's page, which is 0 without a table. Two functions, so that
+  /// loads need not follow each other at once.
+  HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
+  HOPWELL_DEVICE int page(int entry) const {
+    return table && uint32_t(entry) < visible ? table[entry / int(keys->selection.block)] : 0;
+  }
+  /// The slot that an entry names, or -1 if it is not valid.
+  HOPWELL_DEVICE int slot(int entry, int page) const {
+    if (uint32_t(entry) >= visible) return -1;
+    if (!table) return entry;
+    const int block = int(keys->selection.block);
+    return uint32_t(page) < uint32_t(keys->selection.blocks) ? page * block + entry % block : -1;
+  }
+};
+
+// Where a slot's row lies: its data, and what is copied from a second address, its scales or its row of rope_cache.
+template <class Row>
+struct RowAddress {
+  static constexpr bool kHasSecond = Row::kSecondBytes > 0 || Row::kMayHaveRopeCache;
+  const unsigned char *data, *second;
+
+  HOPWELL_DEVICE RowAddress(const SplitParams& p, const mla_cache::Blocks& cache, int slot) {
+    const int block = slot / int(cache.block), row = slot % int(cache.block);
+    const unsigned char* of_block = cache.data + block * cache.stride;
+    second = nullptr;
+    if constexpr (Row::kMayHaveRopeCache) {
+      const int pitch = p.rope_cache.data ? 2 * kDv : Row::kFormat.data_pitch;
+      data = of_block + row * pitch;
+      if (p.rope_cache.data) second = p.rope_cache.data + block * p.rope_cache.stride + row * (2 * (Row::kWidth - kDv));
+    } else {
+      data = of_block + int64_t{row} * Row::kFormat.data_pitch;
+      if constexpr (Row::kSecondBytes > 0)
+        second = of_block + cache.block * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
+    }
+  }
+};
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

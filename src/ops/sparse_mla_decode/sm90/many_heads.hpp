@@ -1,0 +1,328 @@
+// sparse_mla_decode for Hopper, tiles of 64 heads: attention of one split of a query's keys, for rows of every format.
+//
+//     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
+//
+// Tile      one query, 64 heads, one split of its entries; 64 keys at a time
+// Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
+//           warpgroup 1  high      O += P V for columns 256 to 511
+//           warpgroup 2  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores them to
+//                                  panels for wgmma: see many_heads_producer.hpp
+// Timeline  low       S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 1 V ▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 2 V ▓▓▓▓│
+//           high      ···············│O += P 0 V ▓▓▓▓│·························│O += P 1 V ▓▓▓▓│·············
+//           producer  2 left ▒▒▒▒▒▒▒▒│   2 right ▒▒▒▒▒▒▒▒│      3 left ▒▒▒▒▒▒▒▒│   3 right ▒▒▒▒▒▒▒▒│
+//           The high warpgroup is one tile behind, so that its products fill the time of the softmax
+// Panels    A tile becomes full in two parts, and S follows. It is released in groups of two panels, and the decoder
+//           follows the products with V.
+// Codes     bf16(code · scale) by a shift and one product of bf16, which is exact for scales that are bf16 numbers from
+//           2^-124 to 2^7. A lane that meets another scale or a NaN code reads its part of the tile again and computes
+//           in fp32, as the operator defines the value.
+// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8: tile/gpu/softmax.hpp. Sums of even and
+//           of odd tiles are added separately. So bits are those of sparse_mla_forward if it has the same keys in the
+//           same tiles.
+// Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
+//           entries cost nothing.
+// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,024 + ~700 = 231 KB
+//           registers: low 128 for O + 32 for S + 16 for P + ~30 (208); high 128 for O + 16 for P + ~15 (160); producer
+//           64 to 72 for codes on their way + 16 for scales + ~50 (136)
+// Bound     per key: 34 clocks of the tensor cores; shared memory 1,152 B written, 2,304 B read by S, 1,024 B by P V: 36
+//           clocks; 35 clocks of DRAM on an H200 (656-byte rows); the decoder about 16 clocks of the integer pipe
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_decode/sm90/many_heads_producer.hpp"
+#include "tile/gpu/dependency.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+namespace many_heads {
+
+#if HOPWELL_HAS_SM90A
+
+// ---- Q --------------------------------------------------------------------------------------------------------------
+
+// Copies the heads of a query, executed by the low and the high warpgroup. Heads past the last one are zeros.
+template <class Config>
+HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
+  constexpr int kChunks = Config::kDqk / 8, kThreads = 2 * Config::kThreadsOfRole;
+  const Work work(p, Config::kHeads);
+  const bf16* const of_query = query_of(p, work.query);
+  const uint32_t to = arch::shared_address(s.q);
+  HOPWELL_NO_UNROLL
+  for (int i = arch::thread_index(); i < Config::kHeads * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks, head = work.first_head + row;
+    const bool valid = head < p.h_q;
+    const bf16* from = of_query + (valid ? head : 0) * p.q_stride[2] + 8 * chunk;
+    const uint32_t at = to + uint32_t(chunk / 8) * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      arch::cp_async(at, from, valid ? 16 : 0);
+    } else {
+      HOPWELL_UNROLL
+      for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
+    }
+  }
+  arch::cp_async_wait_all();
+  arch::fence_proxy_async();
+  arch::barrier_sync(kQueryBarrier, kThreads);
+}
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+// S = Q Kᵀ: 64 heads, 64 keys, in the order in which the parts of the tile become full.
+template <class Config, class Slot>
+HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, float (&scores)[32]) {
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[slot.stage()]));
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kPanels; ++i) {
+    if (i == 0 || i == Config::kPanelsOfGroup) {
+      slot.wait_full(i == 0 ? 0 : 1);
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the producer has executed it
+      arch::wgmma_fence();
+    }
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step) {
+      const uint64_t offset = tile::columns_on(4 * tile::score_panel<Config::kDqk>(i) + step);
+      arch::wgmma_ss(scores, a + offset, b + offset, i > 0 || step > 0);
+    }
+  }
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(scores);
+}
+
+// Softmax state of a thread's two rows (heads): row_max in units of log 2, and the sums over the thread's own columns of
+// this tile's and of the other tiles, every second one each.
+struct SoftmaxState {
+  float row_max[2], sum[2], other_sum[2];
+
+  /// Returns row_scale of the row's output.
+  HOPWELL_DEVICE float update_row_max(int r, float to) {
+    const float scale = tile::update_row_max(row_max[r], sum[r], to);
+    other_sum[r] = tile::rescaled(other_sum[r], scale);
+    return scale;
+  }
+  HOPWELL_DEVICE void next_tile() {
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const float of_this = sum[r];
+      sum[r] = other_sum[r], other_sum[r] = of_this;
+    }
+  }
+  /// Of all columns. `odd`: whether the present sum is of odd tiles.
+  HOPWELL_DEVICE Stats stats(int r, bool odd) const {
+    const float present = tile::sum_of_quad(sum[r]), other = tile::sum_of_quad(other_sum[r]);
+    return {row_max[r], odd ? other + present : present + other};
+  }
+};
+
+// Converts the scores of a tile to probabilities. row_scale: of O before this tile.
+HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32], SoftmaxState& state,
+                            float (&row_scale)[2]) {
+  const auto mask_of = [&](int keys) { return keys >= 32 ? 0xffffffff : keys <= 0 ? 0 : (1U << keys) - 1; };
+  const tile::TileMask mask{mask_of(valid_keys), mask_of(valid_keys - 32)};
+  float max[2];
+  const float unit = tile::tile_row_max<false>(scale_log2, mask, scores, max);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) row_scale[r] = state.update_row_max(r, tile::next_row_max(state.row_max[r], max[r]));
+  tile::exponentiate(unit, state.row_max, scores, state.sum);
+}
+
+// ---- values ---------------------------------------------------------------------------------------------------------
+
+// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns from panel 4 · group on, which are released then.
+// `multiply(step, v, accumulate)` multiplies 16 keys; v: their descriptor.
+template <class Config, class Slot, class Multiply>
+HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
+                                    float (&out)[128], bool first, const Multiply& multiply) {
+  const uint32_t panels =
+      arch::shared_address(s.keys[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
+  const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
+  if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 128; ++i) out[i] *= row_scale[i / 2 % 2];
+  }
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) multiply(step, v + (uint32_t(step) * 16 * 128 >> 4), !first || step > 0);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(out);
+  slot.release(group);
+}
+constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+// Row (head) `r` of a thread's two. Not by warp_index(), because lanes call it alone.
+HOPWELL_DEVICE int row_of_thread(int r) {
+  return arch::thread_index() % 128 / 32 * 16 + arch::lane_index() / 4 + 8 * r;
+}
+
+// Stores this warpgroup's 256 columns from first_column on: of a partial result, or with `factor` of the final one.
+template <class Config>
+HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const float (&out)[128],
+                                  const float (&factor)[2]) {
+  const Work work(p, Config::kHeads);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int head = work.first_head + row_of_thread(r), column = first_column + arch::lane_index() % 4 * 2;
+    if (head >= p.h_q) continue;
+    if (p.splits > 1) {
+      float* const row = p.partial_out + (int64_t{work.number} * p.h_q + head) * kDv + column;
+      HOPWELL_UNROLL
+      for (int i = 0; i < 32; ++i) {
+        const float* x = &out[4 * i + 2 * r];
+        arch::store_vector(row + 8 * i, arch::Words2{arch::bit_cast<uint32_t>(x[0]), arch::bit_cast<uint32_t>(x[1])});
+      }
+      continue;
+    }
+    const int64_t row = row_of_out(p, work.query, head) + column;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const float low = final_value(out[4 * i + 2 * r], factor[r]),
+                  high = final_value(out[4 * i + 2 * r + 1], factor[r]);
+      if (p.out_is_fp32) {
+        float* at = static_cast<float*>(p.out) + row + 8 * i;
+        at[0] = low, at[1] = high;
+      } else {
+        *reinterpret_cast<uint32_t*>(static_cast<bf16*>(p.out) + row + 8 * i) = arch::pack_bf16(low, high);
+      }
+    }
+  }
+}
+
+// Stores the statistics of a partial result, or the lse of the final one. Returns the factors of O.
+template <class Config>
+HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[2], float (&factor)[2]) {
+  const Work work(p, Config::kHeads);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int head = work.first_head + row_of_thread(r);
+    const bool stores = arch::lane_index() % 4 == 0;
+    factor[r] = 0;
+    if (head >= p.h_q) continue;
+    if (p.splits == 1)
+      factor[r] = finish_head(p, work.query, head, stats[r], stores);
+    else if (stores)
+      p.partial_stats[int64_t{work.number} * p.h_q + head] = arch::bit_cast<arch::Words2>(stats[r]);
+  }
+}
+
+// ---- roles ----------------------------------------------------------------------------------------------------------
+
+template <class Config>
+HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
+  load_query(p, s);
+  const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
+  const uint32_t p_panel = arch::shared_address(s.p);
+  SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
+  float out[128] = {};
+  tile::ring_stage(s.key_ring, 0).wait_full(0);
+  const bool has_keys = s.has_keys;
+  bool is_last = !has_keys;
+  int tile = 0;
+  HOPWELL_NO_UNROLL
+  for (; !is_last; ++tile) {
+    const auto slot = tile::ring_stage(s.key_ring, tile % 2, uint32_t(tile / 2 % 2));
+    const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
+    float scores[32], row_scale[2];
+    multiply_scores(s, slot, scores);
+    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
+    tile::arrive_warp(s.scores_done);
+    is_last = s.is_last[slot.stage()];
+    softmax(scale_log2, s.valid_keys[slot.stage()], scores, state, row_scale);
+    tile::Probabilities probabilities;
+    p_slot.wait_empty();
+    probabilities.round_and_store(scores, p_panel);
+    if (arch::lane_index() % 4 == 0) {
+      HOPWELL_UNROLL
+      for (int r = 0; r < 2; ++r) s.row_scale[row_of_thread(r)] = row_scale[r];
+    }
+    arch::fence_proxy_async();
+    p_slot.commit();
+    multiply_values(s, slot, 0, row_scale, out, tile == 0, [&](int step, uint64_t v, bool accumulate) {
+      arch::wgmma_rs<kValues>(out, probabilities.fragment[step], v, accumulate);
+    });
+    state.next_tile();
+  }
+  tile::launch_dependents();
+  const Stats stats[2] = {state.stats(0, tile % 2 == 1), state.stats(1, tile % 2 == 1)};
+  float factor[2];
+  store_statistics<Config>(p, stats, factor);
+  if (p.splits == 1) {
+    if (arch::lane_index() % 4 == 0) {
+      HOPWELL_UNROLL
+      for (int r = 0; r < 2; ++r) s.factor[row_of_thread(r)] = factor[r];
+    }
+    tile::arrive_warp(s.factors_full);
+  }
+  if (has_keys || p.splits == 1) store_columns<Config>(p, 0, out, factor);
+}
+
+template <class Config>
+HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
+  load_query(p, s);
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
+  float out[128] = {};
+  tile::ring_stage(s.key_ring, 0).wait_full(0);
+  const bool has_keys = s.has_keys;
+  bool is_last = !has_keys;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; !is_last; ++tile) {
+    const auto slot = tile::ring_stage(s.key_ring, tile % 2, uint32_t(tile / 2 % 2));
+    const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
+    float row_scale[2];
+    p_slot.wait_full();
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) row_scale[r] = s.row_scale[row_of_thread(r)];
+    is_last = s.is_last[slot.stage()];
+    // Not before the next scores are complete, so that the products do not delay them.
+    if (!is_last) arch::mbarrier_wait(s.scores_done, uint32_t((tile + 1) % 2));  // kept: order alone, for speed
+    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](int step, uint64_t v, bool accumulate) {
+      arch::wgmma_ss<kValues>(out, a + tile::columns_on(step), v, accumulate);
+    });
+    p_slot.release();
+  }
+  float factor[2] = {0, 0};
+  if (p.splits == 1) {
+    arch::mbarrier_wait(s.factors_full, 0);
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) factor[r] = s.factor[row_of_thread(r)];
+  }
+  if (has_keys || p.splits == 1) store_columns<Config>(p, 256, out, factor);
+}
+
+#endif
+
+}  // namespace many_heads
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_mla_decode_sm90_many_heads(const __grid_constant__ SplitParams p) {
+#if HOPWELL_HAS_SM90A
+  using many_heads::Role;
+  auto& s = arch::dynamic_smem<many_heads::Storage<Config>>();
+  if (arch::thread_index() == 0) many_heads::initialise(s);
+  arch::syncthreads();
+  const Role role{arch::warpgroup_index()};
+  if (role == Role::producer) {
+    arch::setmaxnreg_dec<Config::kProducerRegisters>();
+    many_heads::produce(p, s);
+  } else if (role == Role::low) {
+    arch::setmaxnreg_inc<Config::kLowRegisters>();
+    many_heads::low(p, s);
+  } else {
+    arch::setmaxnreg_dec<Config::kHighRegisters>();
+    many_heads::high(p, s);
+  }
+#endif
+}
+
+// ---- on the host ------------------------------------------------------------------------------------------------------
+
+template <class RowsOfFormat>
+SplitKernel many_heads_kernel() {
+  using Config = many_heads::Config<RowsOfFormat>;
+  static_assert(sizeof(many_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
+  return {sparse_mla_decode_sm90_many_heads<Config>, Config::kThreads, sizeof(many_heads::Storage<Config>)};
+}
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
