@@ -457,7 +457,7 @@ Problems problems_of_many_heads() {
                                 .entries = Decode::Entries::kEmptyRows});
   add("v32_empty_rows", {.rows = Rows::kV32, .b = 2, .h_q = 48, .entries = Decode::Entries::kEmptyRows});
   add("bf16_empty_rows_two_caches",
-      {.b = 2, .h_q = 48, .extra_topk = 20, .entries = Decode::Entries::kEmptyRows, .lse = false});
+      {.b = 2, .h_q = 48, .extra_topk = 20, .lse = false, .entries = Decode::Entries::kEmptyRows});
   add("v32_tables", {.rows = Rows::kV32,
                      .b = 2,
                      .h_q = 64,
