@@ -40,6 +40,7 @@ template <class T>
 struct Sm90Item : SequenceTask {
   const Sm90Params<T>* launch;
   PagedPart part;
+  int of_pass;   // the sequence
   bool is_last;  // of this CTA
 };
 
@@ -67,46 +68,64 @@ HOPWELL_DEVICE int row_in_map(const Sm90Item<T>& p, int query) {
   return int(p.sequence * p.positions.q_len + p.first_query) + query;
 }
 
-// Copies a key tile, whose first row is on `page`, and the scales of its keys. Executed by one lane.
+// A box of keys. A page that does not exist is -1.
+struct Box {
+  int page, row;  // of the page
+};
 template <class T>
-HOPWELL_DEVICE void copy_keys(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, KeyScales& scales, int first,
-                              CachePage page) {
-  using Config = indexer::ScoreConfig<T>;
-  constexpr int kColumns = 128 / sizeof(T);  // of a panel
-  slot.wait_empty();
-  arch::mbarrier& full = slot.full();
-  arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
-  const Sm90Params<T>& launch = *p.launch;
-  scales.absent = 0;
-  HOPWELL_NO_UNROLL
-  for (int row = 0; row < Config::kRows; row += launch.box_rows) {
-    if (row > 0) page = page_of(p, first + row, first + row < p.s_kv);
-    if (page.exists) {
-      const uint32_t bytes = uint32_t(launch.box_rows) * uint32_t(sizeof(float));
-      arch::mbarrier_expect_tx(full, bytes);
-      arch::bulk_load(arch::shared_address(scales.of_row + row),
-                      reinterpret_cast<const float*>(page.data + p.scales) + page.row, bytes, full);
-    } else {
-      scales.absent |= ((1U << launch.box_rows / 8) - 1) << row / 8;
-    }
-    for (int panel = 0; panel < Config::kPanels; ++panel)
-      arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, launch.k,
-                        {kColumns * panel, page.row, page.exists ? page.number : int(p.positions.blocks)}, full);
-  }
-  arch::mbarrier_arrive(full);  // in place of the weights, which keys do not have
+HOPWELL_DEVICE Box box_of(const Sm90Item<T>& p, int first) {
+  const CachePage page = page_of(p, first, first < p.s_kv);
+  return {page.exists ? page.number : -1, page.row};
 }
 
-// Lane i has key tile i, so that the loads of their pages overlap. One lane after another copies its tile.
+// Copies a box of keys and their scales to rows of a slot from `row` on. Returns the bit of KeyScales::absent for 8 rows.
+template <class T>
+HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, KeyScales& scales, int row,
+                                 const Box& box) {
+  using Config = indexer::ScoreConfig<T>;
+  constexpr int kColumns = 128 / sizeof(T);  // of a panel
+  const Sm90Params<T>& launch = *p.launch;
+  arch::mbarrier& full = slot.full();
+  if (box.page >= 0) {
+    const uint32_t bytes = uint32_t(launch.box_rows) * uint32_t(sizeof(float));
+    arch::mbarrier_expect_tx(full, bytes);
+    arch::bulk_load(arch::shared_address(scales.of_row + row),
+                    reinterpret_cast<const float*>(p.cache + box.page * p.block_stride + p.scales) + box.row, bytes,
+                    full);
+  }
+  for (int panel = 0; panel < Config::kPanels; ++panel)
+    arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, launch.k,
+                      {kColumns * panel, box.row, box.page >= 0 ? box.page : int(p.positions.blocks)}, full);
+  return box.page >= 0 ? 0 : ((1U << launch.box_rows / 8) - 1) << row / 8;
+}
+
+// Lanes load the pages of all boxes together, then lane 0 copies one box after another.
 template <class T>
 HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part) {
   using Config = indexer::ScoreConfig<T>;
-  const int lane = arch::lane_index(), first = part.first_key + Config::kRows * lane;
-  const CachePage page = page_of(p, first, lane < Config::kKeyTiles && first < p.s_kv);
+  constexpr int kMostBoxes = Config::kKeyTiles * Config::kRows / 8, kOfLane = (kMostBoxes + 31) / 32;
+  const int lane = arch::lane_index(), box_rows = p.launch->box_rows;
+  Box boxes[kOfLane];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kOfLane; ++i) boxes[i] = box_of(p, part.first_key + box_rows * (lane + 32 * i));
+  uint32_t absent = 0;
   HOPWELL_NO_UNROLL
-  for (int tile = 0; tile < Config::kKeyTiles; ++tile) {
-    const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(tile));
-    if (lane == tile) copy_keys(p, slot, scales_of(s, slot), first, page);
-    arch::syncwarp();
+  for (int key = 0, at = 0; key < Config::kKeys; key += box_rows, ++at) {
+    const Box own = at < 32 ? boxes[0] : boxes[kOfLane - 1];
+    const Box box{arch::shuffle(own.page, at % 32), arch::shuffle(own.row, at % 32)};
+    if (lane > 0) continue;
+    const int row = key % Config::kRows;
+    const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(key / Config::kRows));
+    KeyScales& scales = scales_of(s, slot);
+    if (row == 0) {
+      slot.wait_empty();
+      arch::mbarrier_arrive_expect_tx(slot.full(), Config::kStageBytes);
+      absent = 0;
+    }
+    absent |= copy_box(p, slot, scales, row, box);
+    if (row + box_rows < Config::kRows) continue;
+    scales.absent = absent;
+    arch::mbarrier_arrive(slot.full());  // in place of the weights, which keys do not have
   }
 }
 
@@ -118,7 +137,8 @@ HOPWELL_DEVICE indexer::StoredKey<T> stored_key(const Sm90Item<T>& p, indexer::S
   const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(first + row / Config::kRows));
   const KeyScales& scales = scales_of(s, slot);
   const int key = part.first_key + first * Config::kRows + row;
-  return {key, key < p.s_kv, (scales.absent >> of_tile / 8 & 1) == 0, scales.of_row[of_tile]};
+  const bool exists = (scales.absent >> of_tile / 8 & 1) == 0;
+  return {key, key < p.s_kv, exists, exists ? scales.of_row[of_tile] : 1};
 }
 
 // A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
@@ -144,8 +164,11 @@ HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
     if (arch::lane_index() == 0) {
       if (n > 0) advance<Config::kKeys>(p.task, work);
       at.wait_empty();
-      set_item<T>(static_cast<SequenceTask&>(item), p.task, work);
-      item.launch = &p, item.is_last = work.left == 1;
+      if (n < kItems || item.of_pass != work.sequence) {
+        set_item<T>(static_cast<SequenceTask&>(item), p.task, work);
+        item.launch = &p, item.of_pass = work.sequence;
+      }
+      item.is_last = work.left == 1;
       item.part.first_key = work.block * Config::kKeys, item.part.tiles = {0, item.tiles}, item.part.slot = slot;
     }
     at.commit();
