@@ -46,7 +46,7 @@ struct Params {
   int64_t n, rows_of_cta;
   int d, kv_columns;
   int rope_first, rope_columns;
-  int least_exponent;
+  int least_exponent, tile_bits;  // of a group of codes: log2
   bool pow2, interleaved, cos_sin_is_bf16;
   bool aligned;  // four columns of every row of kv and k_rope are 8-byte aligned
 };
@@ -137,14 +137,25 @@ struct alignas(8) Pack {
   bf16 x[Config::kColumns];
 };
 
-HOPWELL_DEVICE const bf16* address_of(const Params& p, int64_t row, int c) {
-  return c < p.kv_columns ? p.kv + row * p.kv_stride + c : p.k_rope + row * p.k_rope_stride + c - p.kv_columns;
+// A row of the call.
+struct Row {
+  int64_t number;
+  const bf16 *kv, *k_rope;
+
+  HOPWELL_DEVICE Row(const Params& p, int64_t number)
+      : number(number), kv(p.kv + number * p.kv_stride), k_rope(p.k_rope + number * p.k_rope_stride) {}
+};
+
+HOPWELL_DEVICE const bf16* address_of(const Params& p, const Row& row, int c) {
+  return c < p.kv_columns ? row.kv + c : row.k_rope + (c - p.kv_columns);
 }
-HOPWELL_DEVICE float load_column(const Params& p, int64_t row, int c) { return arch::to_float(*address_of(p, row, c)); }
+HOPWELL_DEVICE float load_column(const Params& p, const Row& row, int c) {
+  return arch::to_float(*address_of(p, row, c));
+}
 HOPWELL_DEVICE bool is_rotated(const Params& p, int c) {
   return p.cos_sin != nullptr && c >= p.rope_first && c < p.rope_first + p.rope_columns;
 }
-HOPWELL_DEVICE Columns load_columns(const Params& p, int64_t row, int c) {
+HOPWELL_DEVICE Columns load_columns(const Params& p, const Row& row, int c) {
   Columns columns;
   if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns)) {
     const Pack pack = arch::load_vector<Pack>(address_of(p, row, c));
@@ -158,20 +169,20 @@ HOPWELL_DEVICE Columns load_columns(const Params& p, int64_t row, int c) {
 }
 
 // Column c of a row after its rotation, rounded to bf16.
-HOPWELL_NO_INLINE float rotated(const Params& p, int64_t row, int c, float x) {
+HOPWELL_DEVICE float rotated(const Params& p, const Row& row, int c, float x) {
   const int at = c - p.rope_first, half = p.rope_columns / 2;
   if (at < 0 || at >= p.rope_columns) return x;
   const bool is_second = p.interleaved ? at % 2 != 0 : at >= half;
   const int pair = p.interleaved ? at / 2 : at % half;
   const int distance = p.interleaved ? 1 : half;
   const float other = load_column(p, row, is_second ? c - distance : c + distance);
-  const int64_t entry = p.positions[row] * p.cos_sin_stride + pair;
+  const int64_t entry = p.positions[row.number] * p.cos_sin_stride + pair;
   const float cosine = tile::load_fp32(p.cos_sin, p.cos_sin_is_bf16, entry);
   const float sine = tile::load_fp32(p.cos_sin, p.cos_sin_is_bf16, entry + half);
   return arch::to_float(arch::to_bf16(is_second ? x * cosine + other * sine : x * cosine - other * sine));
 }
 
-HOPWELL_DEVICE Columns columns_of(const Params& p, int64_t row, int c) {
+HOPWELL_DEVICE Columns columns_of(const Params& p, const Row& row, int c) {
   Columns columns = load_columns(p, row, c);
   if (p.cos_sin != nullptr && c + Config::kColumns > p.rope_first && c < p.rope_first + p.rope_columns)
     for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = rotated(p, row, c + i, columns.x[i]);
@@ -201,12 +212,12 @@ HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns& columns, i
   float amax = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kColumns; ++i) amax = fmaxf(amax, finite_magnitude(columns.x[i]));
-  const float scale = scale_of(max_of_group(amax, f.tile / Config::kColumns), p.pow2, p.least_exponent);
-  if (c < f.codes && c % f.tile == 0) {
+  const float scale = scale_of(max_of_group(amax, (1 << p.tile_bits) / Config::kColumns), p.pow2, p.least_exponent);
+  if (c < f.codes && c % (1 << p.tile_bits) == 0) {
     if (f.scale == mla_cache::Scale::fp32)
-      *reinterpret_cast<float*>(scales + 4 * (c / f.tile)) = scale;
+      *reinterpret_cast<float*>(scales + 4 * (c >> p.tile_bits)) = scale;
     else
-      scales[c / f.tile] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
+      scales[c >> p.tile_bits] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
   }
   return {scale, finite};
 }
@@ -236,7 +247,7 @@ HOPWELL_DEVICE uint32_t codes_of(const Columns& columns, const GroupScale& group
 }
 
 template <class Encode>
-HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
+HOPWELL_DEVICE void store_codes(const Params& p, const Row& row, uint8_t* data, uint8_t* scales) {
   constexpr int kStep = 32 * Config::kColumns;
   const mla_cache::Format& f = p.format;
   const int lane = arch::lane_index();
@@ -259,7 +270,7 @@ HOPWELL_DEVICE void store_codes(const Params& p, int64_t row, uint8_t* data, uin
 }
 
 // Four plain columns. A column that is not rotated keeps its bits, a NaN too.
-HOPWELL_DEVICE Pack plain_columns(const Params& p, int64_t row, int c) {
+HOPWELL_DEVICE Pack plain_columns(const Params& p, const Row& row, int c) {
   if (p.cos_sin == nullptr && p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
     return arch::load_vector<Pack>(address_of(p, row, c));
   Pack pack;
@@ -272,7 +283,7 @@ HOPWELL_DEVICE Pack plain_columns(const Params& p, int64_t row, int c) {
 }
 
 template <class Encode>
-HOPWELL_DEVICE void store_row(const Params& p, int64_t row, uint8_t* data, uint8_t* scales) {
+HOPWELL_DEVICE void store_row(const Params& p, const Row& row, uint8_t* data, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
   if (f.codes > 0) store_codes<Encode>(p, row, data, scales);
   const int lane = arch::lane_index();
@@ -295,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const 
     arch::syncthreads();
     for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
       if (s.slots[i] >= 0 && s.replaced[i] == 0)
-        store_row<Encode>(p, first + i, p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
+        store_row<Encode>(p, Row(p, first + i), p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
     arch::syncthreads();  // the next rows overwrite slots and marks
   }
 }

@@ -35,6 +35,7 @@ inline Params params_of(const Problem& problem) {
   p.kv = problem.kv.as<const bf16>(), p.k_rope = problem.k_rope.as<const bf16>();
   p.kv_stride = problem.kv.stride[0], p.k_rope_stride = problem.k_rope ? problem.k_rope.stride[0] : 0;
   p.cache = problem.cache, p.format = problem.format.value_or(plain_format(problem.d));
+  p.tile_bits = p.format.tile == 128 ? 7 : p.format.tile == 64 ? 6 : 5;
   p.slots = problem.slots;
   p.kv_scale = problem.kv_scale, p.kv_scale_value = problem.kv_scale_value;
   p.n = problem.n, p.d = static_cast<int>(problem.d), p.kv_columns = static_cast<int>(problem.kv.shape[1]);
