@@ -1,9 +1,10 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
-# make test     set-up, build, then every test there is for this machine
+# make test     set-up, build, then the tests of C++ and Python and of the installed package
 # make quick    after a small change: a part of the tests, under two minutes
-# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; the
-#               Python tests marked nightly; then the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an
-#               hour on the emulated backends, an hour on a GPU if there is one
+# make nightly  the C++ tests under AddressSanitizer and ThreadSanitizer (make test-asan, make test-tsan); kernels on the emulator under many
+#               schedules (SCHEDULES times those of make test) and on views with every odd stride; the Python tests marked nightly; then the
+#               fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated backends, an
+#               hour on a GPU if there is one
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
@@ -66,12 +67,11 @@ demo:
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
-# The tests of C++ and of Python run side by side, then the sanitizers' builds and tests, each with half of the cores: so no core waits at
-# the end of a phase. The sub-make does not build again.
+# The tests of C++ and of Python run side by side, each with half of the cores. The sub-make does not build again.
 WORKERS = $(if $(filter 1,$(JOBS)),1,2)
 HALF = $(shell echo $$((($(JOBS) + 1) / 2)))
 test: build
-	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 JOBS=$(HALF) test-cpp test-python test-asan test-tsan test-install
+	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 JOBS=$(HALF) test-cpp test-python test-install
 	@echo "All tests passed."
 
 # After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
@@ -106,7 +106,7 @@ test-asan test-tsan: test-%: setup
 FUZZ_SECONDS ?= 3600
 FUZZ_SEED ?= $(shell date +%s)
 SCHEDULES ?= 10
-nightly: build
+nightly: build test-asan test-tsan
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).Right|arch_planted_bugs'
 	@for target in $$(sed -n 's/^set(HOPWELL_TARGETS \(.*\))/\1/p' cmake/targets.cmake); do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) --nightly || exit 1; done
