@@ -15,7 +15,7 @@ namespace unpaged = lightning_indexer;
 
 struct Plan {
   unpaged::Problem problem;  // s_q = b · q_len queries of at most s_kv keys, without tensors
-  unpaged::Plan of;          // scores: at most 256 MiB, or those of one query
+  unpaged::Plan of;          // scores: at most 256 MiB, or the scores of one query
   std::size_t workspace_bytes;
 };
 

@@ -142,7 +142,7 @@ HOPWELL_DEVICE indexer::StoredKey<T> stored_key(const Sm90Item<T>& p, indexer::S
 }
 
 // A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
-// because a barrier tells only two rounds apart.
+// because a barrier has a parity, not a number of rounds.
 template <class T>
 HOPWELL_DEVICE void follow_ring(indexer::ScoreStorage<T>& s, const PagedPart& part) {
   using Config = indexer::ScoreConfig<T>;

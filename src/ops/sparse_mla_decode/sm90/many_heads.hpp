@@ -17,7 +17,7 @@
 //           2^-124 to 2^7. A lane that meets another scale or a NaN code reads its part of the tile again and computes
 //           in fp32, as the operator defines the value.
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8: tile/gpu/softmax.hpp. Sums of even and
-//           of odd tiles are added separately. So bits are those of sparse_mla_forward if it has the same keys in the
+//           of odd tiles are added separately. So sparse_mla_forward has the same bits if it has the same keys in the
 //           same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
@@ -151,7 +151,7 @@ constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// Row (head) `r` of a thread's two. Not by warp_index(), because lanes call it alone.
+// Row (head) `r` of a thread's two. Without warp_index(), because some lanes of a warp call it without the others.
 HOPWELL_DEVICE int row_of_thread(int r) {
   return arch::thread_index() % 128 / 32 * 16 + arch::lane_index() / 4 + 8 * r;
 }

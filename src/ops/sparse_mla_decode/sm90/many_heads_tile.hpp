@@ -22,11 +22,11 @@ struct Config {
   static constexpr int kListed = kThreadsOfRole;  // entries that are listed at a time
 
   // A tile becomes full in two parts: panels 0 to 3, then RoPE and panels 4 to 7. It is released in three groups: the
-  // low warpgroup's four panels, those of the high one, and RoPE.
+  // low warpgroup's four panels, the high warpgroup's four panels, and RoPE.
   static constexpr int kPanelsOfGroup = 4, kRopeGroup = 2, kGroups = kPanels > 8 ? 3 : 2;
   static constexpr HOPWELL_HOST_DEVICE int group_of(int panel) { return panel / kPanelsOfGroup; }
 
-  // Rows of bf16 are copied as they are. Of rows of codes, one panel of bf16 is: RoPE of V3.2, or the last one of V4.
+  // Rows of bf16 are copied unmodified. Of rows of codes, one panel of bf16 is: RoPE of V3.2, or the last one of V4.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
 };
