@@ -58,7 +58,6 @@ HOPWELL_DEVICE void initialise(Storage<Config>& s) {
   s.key_ring.init(kWarps + (Config::kCopiesRows ? Config::kThreadsOfRole : 0), kWarps);
   s.p_ring.init(kWarps, kWarps);
   tile::init_barriers(kWarps, s.scores_done, s.factors_full);
-  arch::fence_mbarrier_init();
 }
 
 constexpr int kListBarrier = 1, kQueryBarrier = 2;  // numbers of barriers; 0 is the CTA's
