@@ -563,7 +563,7 @@ Suite paged_lightning_indexer() {
        {"fp8_many_keys", "fp8_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},
        6,
        8},
-      // CTAs with so many items that the rings wrap around. lightning_indexer's subjects have the kernels that both share.
+      // CTAs with more items than the rings hold. The subjects of lightning_indexer have the kernels that both share.
       {"paged_lightning_indexer_sm90",
        "emu:sm90",
        {"fp8_many_keys", "fp8_bad_pages_few_left", "fp8_q_len_8", "fp8_q_len_70"},
