@@ -2,16 +2,14 @@
 
 import base64
 import hashlib
-import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hopwell import torch as hw
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +22,26 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return hf_kernel
 
 
-@pytest.mark.filterwarnings("ignore:nanobind. type .* was already registered:RuntimeWarning")
+# As `kernels` does: by path, under the id. Operators have a namespace of their own.
+LOADS_THE_KERNEL = """
+import importlib.util, sys
+import hopwell.torch as hw, torch
+identifier, path = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(identifier, path)
+kernel = importlib.util.module_from_spec(spec)
+sys.modules[identifier] = kernel
+spec.loader.exec_module(kernel)
+assert set(hw.__all__) == set(kernel.__all__) and kernel.nvfp4_linear is not hw.nvfp4_linear
+ops = importlib.import_module("._ops", identifier)
+name = ops.ops.nvfp4_linear.default.name()
+assert name == ops.add_op_namespace_prefix("nvfp4_linear") == f"{identifier}::nvfp4_linear"
+quantized, x = hw.nvfp4_quantize(torch.randn(32, 64)), torch.randn(3, 64, requires_grad=True)
+assert torch.equal(kernel.nvfp4_linear(x, *quantized), hw.nvfp4_linear(x, *quantized))
+kernel.nn.NVFP4Linear(*quantized)(x).sum().backward()
+assert x.grad is not None
+"""
+
+
 def test_layout(script: Any, tmp_path: Path) -> None:
     assert script.main([str(tmp_path)]) == 0
     folder = tmp_path / "build" / script.default_variant()
@@ -38,24 +55,9 @@ def test_layout(script: Any, tmp_path: Path) -> None:
         if name.endswith(".py"):
             assert not re.search(r"^\s*(from|import) hopwell", (folder / name).read_text(), re.MULTILINE), name
 
-    # As `kernels` does: by path, under the id. Operators have a namespace of their own.
-    spec = importlib.util.spec_from_file_location(identifier, folder / "__init__.py")
-    assert spec and spec.loader
-    kernel = importlib.util.module_from_spec(spec)
-    sys.modules[identifier] = kernel
-    spec.loader.exec_module(kernel)
-    assert set(hw.__all__) == set(kernel.__all__) and kernel.nvfp4_linear is not hw.nvfp4_linear
-    ops = importlib.import_module("._ops", identifier)
-    assert (
-        ops.ops.nvfp4_linear.default.name()
-        == ops.add_op_namespace_prefix("nvfp4_linear")
-        == f"{identifier}::nvfp4_linear"
-    )
-    quantized, x = hw.nvfp4_quantize(torch.randn(32, 64)), torch.randn(3, 64, requires_grad=True)
-    assert torch.equal(kernel.nvfp4_linear(x, *quantized), hw.nvfp4_linear(x, *quantized))
-    layer = kernel.nn.NVFP4Linear(*quantized)
-    layer(x).sum().backward()
-    assert x.grad is not None
+    # In a process of its own, because two copies of the module share nanobind's table of exceptions.
+    arguments = [identifier, str(folder / "__init__.py")]
+    subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", LOADS_THE_KERNEL, *arguments], check=True)
 
 
 def test_variants(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,9 @@ class PagedIndexer:
         self.rng, self.backend, self.device = rng, backend, zero_difference.device_of(backend)
         self.b, self.q_len, self.heads = [(3, 3, 8), (9, 2, 32), (2, 1, 64)][int(rng.integers(3))]
         self.tokens, self.topk = int(rng.choice((90, 700))), int(rng.choice((40, 90, 300)))
-        self.is_fp8, self.relu = bool(rng.integers(2)), bool(rng.integers(2))
+        on_hopper = backend.endswith("sm90")  # whose file has kernels for fp8 alone
+        self.is_fp8, self.relu = on_hopper or bool(rng.integers(2)), bool(rng.integers(2))
+        self.blocks = (8, 16, 64) if on_hopper else (1, 7, 16, 64)
         self.keys = zero_difference.random(rng, self.b, self.tokens, 128)
         self.q = zero_difference.random(rng, self.b, self.q_len, self.heads, 128)
         self.weights = zero_difference.random(rng, self.b, self.q_len, self.heads).float()
@@ -133,8 +135,7 @@ class PagedIndexer:
         """Indices, scores and lengths of these queries."""
         row, spare = 132 if self.is_fp8 else 128, int(self.rng.integers(9))
         cache, tables = (
-            x.to(self.device)
-            for x in zero_difference.on_pages(self.rng, self.keys[sequences], row, (1, 7, 16, 64), spare)
+            x.to(self.device) for x in zero_difference.on_pages(self.rng, self.keys[sequences], row, self.blocks, spare)
         )
         q, weights, lens = (x[sequences, queries].to(self.device) for x in (self.q, self.weights, self.lens))
         lengths = torch.empty(lens.shape, dtype=torch.int32, device=self.device)

@@ -131,7 +131,7 @@ def test_nan_gradients_of_the_indexer_pass_closed_gates(rng: Rng, dtype: str) ->
         "indices": np.array([rng.permutation(s_kv - 1)[:topk] for _ in range(s_q)], np.int32),
         "target": np.full((s_q, topk), 1 / topk, np.float32),
     }  # fmt: skip
-    call = Call("lightning_indexer_backward", arguments, (1e-4, calls._bound(dtype), 1e-4, 1e-4))
+    call = Call("lightning_indexer_backward", arguments, (1e-4, calls.bound_of(dtype), 1e-4, 1e-4))
     arguments["target"][2, 3] = NAN
     actual, expected = (
         hopwell.lightning_indexer_backward(**arguments),
@@ -173,7 +173,7 @@ def test_gradients_of_the_indexer_beyond_fp32(rng: Rng, backend: str, given: str
     expected = reference.lightning_indexer_backward(**arguments)
     assert np.isnan(expected[1][:2]).all() and np.isfinite(expected[1][2:]).all()
     assert (actual[0] is None) == (given == "d_scores")
-    bound = calls._bound("bfloat16")
+    bound = calls.bound_of("bfloat16")
     call = Call("lightning_indexer_backward", {}, (bound, 1e-4, 1e-4))
     assert_results(call, actual[1:], expected[1:])
 

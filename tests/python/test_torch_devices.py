@@ -23,10 +23,7 @@ def of_indexer_scores() -> dict[str, Any]:
     return {name: arguments[name] for name in ("q_index", "k_index", "weights", "indices", "k_start", "k_end")}
 
 
-OPERATORS = [*OPERATORS, "indexer_scores"]
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", [*OPERATORS, "indexer_scores"])
 @pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad])
 def test_one_tensor_on_meta(operator: str, gradients: Any) -> None:
     if operator == "indexer_scores":
