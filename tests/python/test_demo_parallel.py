@@ -86,6 +86,8 @@ def assert_same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -
             assert record[name] == (pytest.approx(other[name], rel=tolerance) if tolerance else other[name]), name
 
 
+# test_parallel.py has two ranks, a rank that dies and another number of ranks with a smaller model.
+@pytest.mark.nightly
 def test_two_ranks_learn_what_one_does_one_dies_and_one_goes_on(
     tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
