@@ -20,7 +20,7 @@ using SequenceTask = PagedScoreParams<indexer::ScoreTask>;
 template <class T>
 struct Sm90Params {
   SequenceTask task;
-  arch::TensorMap q, k;  // q as of lightning_indexer; keys [blocks, block, d_index] in boxes of box_rows rows
+  arch::TensorMap q, k;  // [b, q_len, h_index, d_index]; keys [blocks, block, d_index] in boxes of box_rows rows
   int box_rows;
 };
 
@@ -35,7 +35,7 @@ struct PagedPart : indexer::ScorePart {
 };
 HOPWELL_DEVICE uint32_t first_slot(const PagedPart& part) { return part.slot; }
 
-// A work item as the producer of tiles describes it to all warps, in shared memory to save registers.
+// A work item as the producer of q describes it to all warps, in shared memory to save registers.
 template <class T>
 struct Sm90Item : SequenceTask {
   const Sm90Params<T>* launch;
@@ -51,7 +51,7 @@ struct Sm90Storage : indexer::ScoreStorage<T> {
   WorkStorage<kWarps> work;
   KeyScales scales[indexer::ScoreConfig<T>::kStages];
   Sm90Item<T> items[kItems];
-  tile::RingBarriers<kItems> item_ring;  // full: the producer of tiles has written an item; empty: all others are done
+  tile::RingBarriers<kItems> item_ring;  // full: the producer of q has written an item; empty: all others are done
 };
 
 template <class T>
@@ -60,12 +60,9 @@ HOPWELL_DEVICE KeyScales& scales_of(indexer::ScoreStorage<T>& s, const indexer::
 }
 
 template <class T>
-HOPWELL_DEVICE const arch::TensorMap& q_map(const Sm90Item<T>& p) {
-  return p.launch->q;
-}
-template <class T>
-HOPWELL_DEVICE int row_in_map(const Sm90Item<T>& p, int query) {
-  return int(p.sequence * p.positions.q_len + p.first_query) + query;
+HOPWELL_DEVICE void load_queries(const Sm90Item<T>& p, uint32_t to, int column, int head, int query,
+                                 arch::mbarrier& full) {
+  arch::tma_load<4>(to, p.launch->q, {column, head, int(p.first_query) + query, int(p.sequence)}, full);
 }
 
 // A box of keys. A page that does not exist is -1.
@@ -99,23 +96,24 @@ HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<
   return box.page >= 0 ? 0 : ((1U << launch.box_rows / 8) - 1) << row / 8;
 }
 
-// Lanes load the pages of all boxes together, then lane 0 copies one box after another.
+// Copies a third of an item's key tiles. Lanes look up the pages of all boxes together, then lane 0 copies one box after
+// another. Each of the three producers of weights has keys of every item, so none waits for a slot that is two rounds of
+// the ring away.
 template <class T>
-HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part) {
+HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part, int third) {
   using Config = indexer::ScoreConfig<T>;
-  constexpr int kMostBoxes = Config::kKeyTiles * Config::kRows / 8, kOfLane = (kMostBoxes + 31) / 32;
-  const int lane = arch::lane_index(), box_rows = p.launch->box_rows;
-  Box boxes[kOfLane];
-  HOPWELL_UNROLL
-  for (int i = 0; i < kOfLane; ++i) boxes[i] = box_of(p, part.first_key + box_rows * (lane + 32 * i));
+  constexpr int kTiles = Config::kKeyTiles / Config::kWeightWarps, kRows = Config::kRows;
+  static_assert(kTiles * kRows / 8 <= 32, "a lane has one box");
+  const int lane = arch::lane_index(), box_rows = p.launch->box_rows, first_tile = kTiles * third;
+  const bool has_box = lane * box_rows < kTiles * kRows;
+  const Box own = has_box ? box_of(p, part.first_key + first_tile * kRows + lane * box_rows) : Box{};
   uint32_t absent = 0;
   HOPWELL_NO_UNROLL
-  for (int key = 0, at = 0; key < Config::kKeys; key += box_rows, ++at) {
-    const Box own = at < 32 ? boxes[0] : boxes[kOfLane - 1];
-    const Box box{arch::shuffle(own.page, at % 32), arch::shuffle(own.row, at % 32)};
+  for (int key = 0, at = 0; key < kTiles * kRows; key += box_rows, ++at) {
+    const Box box{arch::shuffle(own.page, at), arch::shuffle(own.row, at)};
     if (lane > 0) continue;
-    const int row = key % Config::kRows;
-    const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(key / Config::kRows));
+    const int row = key % kRows;
+    const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(first_tile + key / kRows));
     KeyScales& scales = scales_of(s, slot);
     if (row == 0) {
       slot.wait_empty();
@@ -123,7 +121,7 @@ HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>&
       absent = 0;
     }
     absent |= copy_box(p, slot, scales, row, box);
-    if (row + box_rows < Config::kRows) continue;
+    if (row + box_rows < kRows) continue;
     scales.absent = absent;
     arch::mbarrier_arrive(slot.full());  // in place of the weights, which keys do not have
   }
@@ -141,17 +139,7 @@ HOPWELL_DEVICE indexer::StoredKey<T> stored_key(const Sm90Item<T>& p, indexer::S
   return {key, key < p.s_kv, exists, exists ? scales.of_row[of_tile] : 1};
 }
 
-// A warp may have no tile of an item. It must not be a whole round of the ring behind or ahead when it waits again,
-// because a barrier has a parity, not a number of rounds.
-template <class T>
-HOPWELL_DEVICE void follow_ring(indexer::ScoreStorage<T>& s, const PagedPart& part) {
-  using Config = indexer::ScoreConfig<T>;
-  static_assert(Config::kStages >= Config::kKeyTiles + 2);
-  const indexer::ScoreSlot<T> slot(s, part.slot + uint32_t(Config::kKeyTiles) - 1);
-  slot.wait_empty();  // kept: see above
-}
-
-// The producer of tiles.
+// The producer of q, which also describes the items.
 template <class T>
 HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
   using Config = indexer::ScoreConfig<T>;
@@ -217,23 +205,14 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     if (warp == 4 * Config::kGroups) return produce_items(p, s);
     for_each_item(s, [&](const Sm90Item<T>& item) {
-      indexer::produce_weights<true, T>(item, s, item.part, warp - 4 * Config::kGroups - 1);
+      const int third = warp - 4 * Config::kGroups - 1;
+      indexer::produce_weights<true, T>(item, s, item.part, third, [&] { produce_keys(item, s, item.part, third); });
     });
   }
 #endif
 }
 
 namespace {
-
-// [b, q_len, h, d] as [b · q_len, h, d], if its queries have one distance.
-std::optional<View> as_queries(const View& view) {
-  const std::int64_t b = view.shape[0], q_len = view.shape[1];
-  if (b > 1 && q_len > 1 && view.stride[0] != q_len * view.stride[1]) return std::nullopt;
-  const std::int64_t stride = q_len > 1 ? view.stride[1] : view.stride[0];
-  View queries = view.squeezed(1);
-  queries.shape[0] = b * q_len, queries.stride[0] = stride;
-  return queries;
-}
 
 // The keys as [blocks, block, d_index].
 View keys_of(const Problem& p) {
@@ -254,9 +233,8 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   using runtime::Unsupported;
   // The producers of the kernel for bfloat16 have 32 registers, too few to describe items.
   if (p.q.dtype != DType::kFloat8E4m3) return Unsupported{"needs q_index of float8_e4m3fn"};
-  const auto q = as_queries(p.q);
-  if (!q) return Unsupported{"needs q_index with equal distances between all queries"};
-  if (!tile::can_map(*q, {0, 1})) return Unsupported{"needs rows of q_index 16-byte aligned, with positive strides"};
+  if (!tile::can_map(p.q, {0, 1, 2}))
+    return Unsupported{"needs rows of q_index 16-byte aligned, with positive strides"};
   if (p.cache.block % 8 != 0) return Unsupported{"needs a block that is a multiple of 8"};
   if (p.cache.blocks == 0) return Unsupported{"needs a cache with blocks"};
   if (!tile::can_map(keys_of(p), {0, 1}))
@@ -272,10 +250,11 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
   const unpaged::ScorePlan score = unpaged::plan_wgmma_score(plan.problem, count, Config::kKeys);
   set_params(p.task, problem, plan.problem, score, workspace, first, count);
   constexpr auto kColumns = static_cast<std::uint32_t>(128 / sizeof(T));
-  p.q = tile::map_of(*as_queries(problem.q),
-                     {{2, kColumns},
-                      {1, static_cast<std::uint32_t>(score.queries.padded_heads)},
-                      {0, static_cast<std::uint32_t>(score.queries.queries_per_tile)}},
+  p.q = tile::map_of(problem.q,
+                     {{3, kColumns},
+                      {2, static_cast<std::uint32_t>(score.queries.padded_heads)},
+                      {1, static_cast<std::uint32_t>(score.queries.queries_per_tile)},
+                      {0, 1}},
                      arch::Swizzle::bytes128);
   const std::uint32_t rows = box_rows(problem.cache.block);
   p.k = tile::map_of(keys_of(problem), {{2, kColumns}, {1, rows}, {0, 1}}, arch::Swizzle::bytes128);

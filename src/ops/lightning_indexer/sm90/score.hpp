@@ -170,19 +170,18 @@ HOPWELL_DEVICE void produce_keys(const ScoreParams<T>& p, ScoreStorage<T>& s, co
     arch::mbarrier_arrive(s.ring.full[i]);  // in place of the weights, which keys do not have
   }
 }
-// q's tensor map, and the row of a query in it.
+// A panel of a tile of q, from a column, a head and a query of the pass on.
 template <class T>
-HOPWELL_DEVICE const arch::TensorMap& q_map(const ScoreParams<T>& p) {
-  return p.q;
+HOPWELL_DEVICE void load_queries(const ScoreParams<T>& p, uint32_t to, int column, int head, int query,
+                                 arch::mbarrier& full) {
+  arch::tma_load<3>(to, p.q, {column, head, int(p.first_query) + query}, full);
 }
-HOPWELL_DEVICE int row_in_map(const ScoreTask& p, int query) { return int(p.first_query) + query; }
 
-// The CTA's keys, then every tile of q.
+// Every tile of q.
 template <class T, class Params, class Part>
 HOPWELL_DEVICE void produce_tiles(const Params& p, ScoreStorage<T>& s, const Part& part) {
   using Config = ScoreConfig<T>;
   constexpr int kColumns = 128 / sizeof(T);  // of a panel
-  produce_keys(p, s, part);
   if (arch::lane_index() != 0) return;
   TileCursor at(p, part.tiles.first);
   HOPWELL_NO_UNROLL
@@ -192,18 +191,16 @@ HOPWELL_DEVICE void produce_tiles(const Params& p, ScoreStorage<T>& s, const Par
     arch::mbarrier& full = slot.full();
     arch::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
     for (int panel = 0; panel < Config::kPanels; ++panel)
-      arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes, q_map(p),
-                        {kColumns * panel, at.head_tile * kHeadTile, row_in_map(p, at.query)}, full);
+      load_queries<T>(p, slot.rows() + uint32_t(panel) * tile::kPanelBytes, kColumns * panel, at.head_tile * kHeadTile,
+                      at.query, full);
   }
 }
 
-// Called before a warp waits for the slots of a part's weights.
-template <class T>
-HOPWELL_DEVICE void follow_ring(ScoreStorage<T>& /*s*/, const ScorePart& /*part*/) {}
-
 // Weights of every third tile from `first` on, and the visible keys of its queries. A load takes as long as a tile.
-template <bool kMasked, class T, class Params, class Part>
-HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const Part& part, int first) {
+// `meanwhile` is called while the first weights are loaded.
+template <bool kMasked, class T, class Params, class Part, class Meanwhile>
+HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const Part& part, int first,
+                                    Meanwhile meanwhile) {
   const int lane = arch::lane_index();
   TileCursor at(p, part.tiles.first);
   const auto advance = [&](int tiles) {
@@ -211,7 +208,7 @@ HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const P
   };
   advance(first);
   TileWeights next = load_tile_weights<kMasked, T>(p, at);
-  follow_ring(s, part);
+  meanwhile();
   HOPWELL_NO_UNROLL
   while (at.tile < part.tiles.end) {
     const ScoreSlot<T> slot = at.slot(s, part);
@@ -406,8 +403,13 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);
-    if (warp == 4 * Config::kGroups) produce_tiles(p, s, part);
-    if (warp > 4 * Config::kGroups) produce_weights<kMasked>(p, s, part, warp - 4 * Config::kGroups - 1);
+    const int producer = warp - 4 * Config::kGroups;
+    if (producer == 0) {
+      produce_keys(p, s, part);
+      produce_tiles(p, s, part);
+    } else {
+      produce_weights<kMasked>(p, s, part, producer - 1, [] {});
+    }
   }
 #endif
 }
