@@ -5,8 +5,8 @@
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
-//           warpgroup 2  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores them to
-//                                  panels for wgmma: see many_heads_producer.hpp
+//           warpgroups   producer  list the rows of valid entries, load them, decode codes to bf16 and store them to
+//           2, 3                   panels for wgmma: see many_heads_producer.hpp
 // Timeline  low       S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 1 V ▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 2 V ▓▓▓▓│
 //           high      ···············│O += P 0 V ▓▓▓▓│·························│O += P 1 V ▓▓▓▓│·············
 //           producer  2 left ▒▒▒▒▒▒▒▒│   2 right ▒▒▒▒▒▒▒▒│      3 left ▒▒▒▒▒▒▒▒│   3 right ▒▒▒▒▒▒▒▒│
@@ -22,8 +22,8 @@
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,024 + ~700 = 231 KB
-//           registers: low 128 for O + 32 for S + 16 for P + ~30 (208); high 128 for O + 16 for P + ~15 (160); producer
-//           64 to 72 for codes on their way + 16 for scales + ~50 (136)
+//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + 16 for P + ~15 (160); producers
+//           32 to 36 for codes on their way + 8 for scales + ~36 (80)
 // Bound     per key: 34 clocks of the tensor cores; shared memory 1,152 B written, 2,304 B read by S, 1,024 B by P V: 36
 //           clocks; 35 clocks of DRAM on an H200 (656-byte rows); the decoder about 16 clocks of the integer pipe
 #pragma once
@@ -43,7 +43,7 @@ namespace many_heads {
 // Copies the heads of a query, executed by the low and the high warpgroup. Heads past the last one are zeros.
 template <class Config>
 HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
-  constexpr int kChunks = Config::kDqk / 8, kThreads = 2 * Config::kThreadsOfRole;
+  constexpr int kChunks = Config::kDqk / 8, kThreads = Config::kReaders;
   const Work work(p, Config::kHeads);
   const bf16* const of_query = query_of(p, work.query);
   const uint32_t to = arch::shared_address(s.q);
@@ -128,23 +128,31 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
+// O of a warpgroup: 64 heads, two times 128 columns. ptxas refuses a product with 256 columns in a CTA of 512 threads.
+using Output = float[2][64];
+
 // O = O · row_scale + P V: 64 heads, 64 keys, 256 columns from panel 4 · group on, which are released then.
-// `multiply(step, v, accumulate)` multiplies 16 keys; v: their descriptor.
+// `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
 template <class Config, class Slot, class Multiply>
 HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
-                                    float (&out)[128], bool first, const Multiply& multiply) {
+                                    Output& out, bool first, const Multiply& multiply) {
   const uint32_t panels =
       arch::shared_address(s.keys[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
   if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
     HOPWELL_UNROLL
-    for (int i = 0; i < 128; ++i) out[i] *= row_scale[i / 2 % 2];
+    for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= row_scale[i / 2 % 2];
   }
   arch::wgmma_fence();
   HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step) multiply(step, v + (uint32_t(step) * 16 * 128 >> 4), !first || step > 0);
+  for (int step = 0; step < 4; ++step) {
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half)
+      multiply(out[half], step, v + ((uint32_t(step) * 16 * 128 + uint32_t(half) * 2 * tile::kPanelBytes) >> 4),
+               !first || step > 0);
+  }
   arch::wgmma_commit();
-  arch::wgmma_wait<0>(out);
+  arch::wgmma_wait<0>(out[0], out[1]);
   slot.release(group);
 }
 constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
@@ -158,8 +166,7 @@ HOPWELL_DEVICE int row_of_thread(int r) {
 
 // Stores this warpgroup's 256 columns from first_column on: of a partial result, or with `factor` of the final one.
 template <class Config>
-HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const float (&out)[128],
-                                  const float (&factor)[2]) {
+HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -169,7 +176,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
       float* const row = p.partial_out + (int64_t{work.number} * p.h_q + head) * kDv + column;
       HOPWELL_UNROLL
       for (int i = 0; i < 32; ++i) {
-        const float* x = &out[4 * i + 2 * r];
+        const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
         arch::store_vector(row + 8 * i, arch::Words2{arch::bit_cast<uint32_t>(x[0]), arch::bit_cast<uint32_t>(x[1])});
       }
       continue;
@@ -177,8 +184,8 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
     const int64_t row = row_of_out(p, work.query, head) + column;
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
-      const float low = final_value(out[4 * i + 2 * r], factor[r]),
-                  high = final_value(out[4 * i + 2 * r + 1], factor[r]);
+      const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
+      const float low = final_value(x[0], factor[r]), high = final_value(x[1], factor[r]);
       if (p.out_is_fp32) {
         float* at = static_cast<float*>(p.out) + row + 8 * i;
         at[0] = low, at[1] = high;
@@ -214,7 +221,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
   const uint32_t p_panel = arch::shared_address(s.p);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-  float out[128] = {};
+  Output out = {};
   tile::ring_stage(s.key_ring, 0).wait_full(0);
   const bool has_keys = s.has_keys;
   bool is_last = !has_keys;
@@ -238,8 +245,8 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     }
     arch::fence_proxy_async();
     p_slot.commit();
-    multiply_values(s, slot, 0, row_scale, out, tile == 0, [&](int step, uint64_t v, bool accumulate) {
-      arch::wgmma_rs<kValues>(out, probabilities.fragment[step], v, accumulate);
+    multiply_values(s, slot, 0, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+      arch::wgmma_rs<kValues>(of_half, probabilities.fragment[step], v, accumulate);
     });
     state.next_tile();
   }
@@ -261,7 +268,7 @@ template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query(p, s);
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
-  float out[128] = {};
+  Output out = {};
   tile::ring_stage(s.key_ring, 0).wait_full(0);
   const bool has_keys = s.has_keys;
   bool is_last = !has_keys;
@@ -276,8 +283,8 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     is_last = s.is_last[slot.stage()];
     // Not before the next scores are complete, so that the products do not delay them.
     if (!is_last) arch::mbarrier_wait(s.scores_done, uint32_t((tile + 1) % 2));  // kept: order alone, for speed
-    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](int step, uint64_t v, bool accumulate) {
-      arch::wgmma_ss<kValues>(out, a + tile::columns_on(step), v, accumulate);
+    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
     });
     p_slot.release();
   }
@@ -302,7 +309,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& s = arch::dynamic_smem<many_heads::Storage<Config>>();
   if (arch::thread_index() == 0) many_heads::initialise(s);
   arch::syncthreads();
-  const Role role{arch::warpgroup_index()};
+  const int group = arch::warpgroup_index();
+  const Role role = group < 2 ? Role{group} : Role::producer;
   if (role == Role::producer) {
     arch::setmaxnreg_dec<Config::kProducerRegisters>();
     many_heads::produce(p, s);
@@ -310,7 +318,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);
   } else {
-    arch::setmaxnreg_dec<Config::kHighRegisters>();
+    arch::setmaxnreg_inc<Config::kHighRegisters>();
     many_heads::high(p, s);
   }
 #endif

@@ -1,11 +1,14 @@
 // The kernel of sparse_mla_decode for many heads on Hopper: its producer, which fills tiles with rows of bf16. See
 // many_heads.hpp.
 //
-// Codes go from global memory to registers, are decoded and stored to panels. A lane has 16 codes of two rows in every
-// panel: of rows lane / 4 and lane / 4 + 8 of its warp's 16, chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. As soon as it
-// has decoded 16 codes, it loads those of the next tile into their registers, so that 32 KB are always in flight. Eight
-// lanes store to eight different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of
-// codes, go to the panels by cp.async.
+// Codes go from global memory to registers, are decoded and stored to panels. A lane has 16 codes of one row in every
+// panel: of row lane / 4 of its warp's eight, chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight lanes store to eight
+// different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of codes, go to the panels
+// by cp.async.
+//
+// When a warp has decoded its codes of a tile, it loads those of the next tile into their registers. It does not load
+// between codes that it decodes: ptxas gives all of these loads one scoreboard, so each use of a loaded register waits for
+// every load before it.
 //
 // Rows past the last key of a tile repeat that key. Their scores are masked, so they add 0 times values that the query
 // has selected.
@@ -31,56 +34,70 @@ struct TilesOfSplit {
   using Row = typename Config::Row;
   const SplitParams& p;
   Storage<Config>& s;
-  uint32_t next;               // this thread's entry of the next list
-  int entry, page;             // its value, and its page
-  int after;                   // value of the entry of the list after it
-  int listed = 0;              // rows in the list
+  uint32_t next = 0;           // first entry of the next list
+  int entry, page;             // this thread's entry of the next list, and its page
+  int after;                   // its entry of the list after it
   int first = -Config::kKeys;  // row of the list with which the tile begins
 
   // All threads of the producer call it.
-  HOPWELL_DEVICE TilesOfSplit(const SplitParams& params, Storage<Config>& storage)
-      : p(params), s(storage), next(uint32_t(thread())) {
+  HOPWELL_DEVICE TilesOfSplit(const SplitParams& params, Storage<Config>& storage) : p(params), s(storage) {
     const Entries entries(p, Work(p, Config::kHeads));
     if (thread() == 0) s.entries = entries;
-    entry = entries.entry(next), page = entries.page(entry), after = entries.entry(next + Config::kListed);
-    arch::barrier_sync(kListBarrier, Config::kThreadsOfRole);
+    if (thread() < kWarps) s.counts[thread()] = 0;
+    entry = entries.entry(number_of_list()), page = entries.page(entry);
+    after = entries.entry(Config::kListed + number_of_list());
+    arch::barrier_sync(kListBarrier, Config::kProducers);
   }
-  static HOPWELL_DEVICE int thread() { return arch::thread_index() % Config::kThreadsOfRole; }
+  static HOPWELL_DEVICE int thread() { return arch::thread_index() % Config::kProducers; }
 
+  // Half of the threads list an entry each. The others load the same entries.
   HOPWELL_DEVICE void list() {
-    const int warp = arch::warp_index() % Config::kWarpsOfRole, lane = arch::lane_index();
+    const int warp = arch::warp_index() % Config::kProducingWarps, lane = arch::lane_index();
     const int slot = s.entries.slot(entry, page);
     const uint32_t valid = arch::ballot(slot >= 0);
-    if (lane == 0) s.counts[warp] = std::popcount(valid);
-    arch::barrier_sync(kListBarrier, Config::kThreadsOfRole);
+    arch::barrier_sync(kListBarrier, Config::kProducers);  // all have read the list before
+    if (warp < kWarps && lane == 0) s.counts[warp] = std::popcount(valid);
+    arch::barrier_sync(kListBarrier, Config::kProducers);
     int before = std::popcount(valid & ((1U << lane) - 1));
-    listed = first = 0;
     HOPWELL_UNROLL
-    for (int w = 0; w < Config::kWarpsOfRole; ++w) {
-      before += w < warp ? s.counts[w] : 0;
-      listed += s.counts[w];
-    }
-    if (slot >= 0) {
+    for (int w = 0; w < kWarps; ++w) before += w < warp ? s.counts[w] : 0;
+    if (warp < kWarps && slot >= 0) {
       const RowAddress<Row> address(p, s.entries.keys->cache, slot);
       s.rows[before] = address.data;
       if constexpr (RowAddress<Row>::kHasSecond) s.second[before] = address.second;
     }
-    next += Config::kListed;
-    entry = after, page = s.entries.page(entry), after = s.entries.entry(next + Config::kListed);
-    arch::barrier_sync(kListBarrier, Config::kThreadsOfRole);
+    first = 0, next += Config::kListed;
+    entry = after, page = s.entries.page(entry);
+    after = s.entries.entry(next + Config::kListed + number_of_list());
+    arch::barrier_sync(kListBarrier, Config::kProducers);
   }
 
   // Goes to the next tile. Returns whether there is one. All threads of the producer call it.
   HOPWELL_DEVICE bool advance() {
     first += Config::kKeys;
-    while (first >= listed && next - uint32_t(thread()) < uint32_t(s.entries.count)) list();
-    return first < listed;
+    while (first >= listed() && next < uint32_t(s.entries.count)) list();
+    return first < listed();
   }
   [[nodiscard]] HOPWELL_DEVICE int valid_keys() const {
-    return listed - first < Config::kKeys ? listed - first : Config::kKeys;
+    const int left = listed() - first;
+    return left < Config::kKeys ? left : Config::kKeys;
   }
   // Number in the list of row `row` of the tile.
-  [[nodiscard]] HOPWELL_DEVICE int number(int row) const { return first + row < listed ? first + row : listed - 1; }
+  [[nodiscard]] HOPWELL_DEVICE int number(int row) const {
+    const int last = listed() - 1;
+    return first + row < last ? first + row : last;
+  }
+
+ private:
+  static constexpr int kWarps = Config::kListed / 32;  // that list entries
+  static HOPWELL_DEVICE uint32_t number_of_list() { return uint32_t(thread() % Config::kListed); }
+  // Rows in the list.
+  [[nodiscard]] HOPWELL_DEVICE int listed() const {
+    int sum = 0;
+    HOPWELL_UNROLL
+    for (const int count : s.counts) sum += count;
+    return sum;
+  }
 };
 
 // Publishes a tile's number of keys, when its first group is empty and before its first part is committed; and whether it
@@ -101,59 +118,57 @@ HOPWELL_DEVICE void publish_has_keys(Storage<Config>& s, bool has_keys) {
 
 // ---- rows of codes --------------------------------------------------------------------------------------------------
 
-// A lane's two rows of a tile.
+// A lane's row of a tile. Its address is in shared memory to save registers.
 template <class Config>
-struct LaneRows {
+struct LaneRow {
   using Row = typename Config::Row;
-  const unsigned char *data[2], *scales[2];  // data: with the lane's offset in a panel
+  static constexpr int kRowsOfWarp = Config::kKeys / Config::kProducingWarps;
 
-  static HOPWELL_DEVICE int offset() { return arch::lane_index() % 4 * 16; }
-  // Of the tile. Not by warp_index(), because lanes call it alone.
-  static HOPWELL_DEVICE int row() { return TilesOfSplit<Config>::thread() / 32 * 16 + arch::lane_index() / 4; }
+  // Of the tile: the first row of the warp, and the lane's row. Not by warp_index(), because lanes call it alone.
+  static HOPWELL_DEVICE int first() { return TilesOfSplit<Config>::thread() / 32 * kRowsOfWarp; }
+  static HOPWELL_DEVICE int number() { return first() + arch::lane_index() / 4; }
 
-  // Also keeps the rows in shared memory, for decode_exactly of the same warp.
-  HOPWELL_DEVICE void find(const TilesOfSplit<Config>& tiles, int stage) {
-    HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int number = tiles.number(row() + 8 * half);
-      const unsigned char* of_row = tiles.s.rows[number];
-      data[half] = of_row + offset(), scales[half] = of_row + Row::kScalesAt;
-      if constexpr (Row::kScalesLieElsewhere) scales[half] = tiles.s.second[number];
-      if (arch::lane_index() % 4 != 0) continue;
-      tiles.s.row_of_tile[stage][row() + 8 * half] = of_row;
-      if constexpr (Row::kScalesLieElsewhere) tiles.s.scales_of_tile[stage][row() + 8 * half] = scales[half];
-    }
+  // Keeps the address, for the lanes of the same warp. They read it after the warp has synchronised.
+  static HOPWELL_DEVICE void find(const TilesOfSplit<Config>& tiles) {
+    if (arch::lane_index() % 4 != 0) return;
+    const int listed = tiles.number(number());
+    tiles.s.row_of_tile[number()] = tiles.s.rows[listed];
+    if constexpr (Row::kScalesLieElsewhere) tiles.s.scales_of_tile[number()] = tiles.s.second[listed];
+  }
+  // The lane's codes of panel 0.
+  static HOPWELL_DEVICE const unsigned char* codes(const Storage<Config>& s) {
+    return s.row_of_tile[number()] + arch::lane_index() % 4 * 16;
+  }
+  static HOPWELL_DEVICE const unsigned char* scales(const Storage<Config>& s) {
+    return Row::kScalesLieElsewhere ? s.scales_of_tile[number()] : s.row_of_tile[number()] + Row::kScalesAt;
   }
 };
 
-// Scales of a lane's rows as they are in the cache.
+// Scales of a lane's row as they are in the cache.
 template <class Config>
 struct LaneScales {
   using Row = typename Config::Row;
   static constexpr int kBytes = !Row::kHasScales ? 0 : Row::kScalesLieElsewhere ? Row::kSecondBytes : 16;
-  uint32_t words[2][kBytes > 0 ? kBytes / 4 : 1];
+  uint32_t words[kBytes > 0 ? kBytes / 4 : 1];
 
-  HOPWELL_DEVICE void load(const LaneRows<Config>& rows) {
-    HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (kBytes == 16) {
-        const arch::Words4 v = arch::load_streaming(rows.scales[half]);
-        HOPWELL_UNROLL
-        for (int i = 0; i < 4; ++i) words[half][i] = v.w[i];
-      } else if constexpr (kBytes == 8) {
-        const auto v = arch::load_vector<arch::Words2>(rows.scales[half]);
-        words[half][0] = v.w[0], words[half][1] = v.w[1];
-      }
+  HOPWELL_DEVICE void load([[maybe_unused]] const Storage<Config>& s) {
+    if constexpr (kBytes == 16) {
+      const arch::Words4 v = arch::load_streaming(LaneRow<Config>::scales(s));
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) words[i] = v.w[i];
+    } else if constexpr (kBytes == 8) {
+      const auto v = arch::load_vector<arch::Words2>(LaneRow<Config>::scales(s));
+      words[0] = v.w[0], words[1] = v.w[1];
     }
   }
 };
 
-// Factors of a lane's codes. A word has the factors of both rows, or four panels' scales of one row as ue8m0.
+// Factors of a lane's codes. A word has one factor, or four panels' scales as ue8m0.
 template <class Config>
 struct LaneFactors {
   using Row = typename Config::Row;
   static constexpr bool kIsFp32 = Row::kFormat.scale == mla_cache::Scale::fp32;
-  static constexpr int kWords = !Row::kHasScales ? 1 : kIsFp32 ? Row::kFormat.tiles() : 4;
+  static constexpr int kWords = !Row::kHasScales ? 1 : kIsFp32 ? Row::kFormat.tiles() : 2;
   uint32_t words[kWords];
   bool exact = true;  // all of them
 
@@ -162,120 +177,95 @@ struct LaneFactors {
     if constexpr (kIsFp32) {
       HOPWELL_UNROLL
       for (int i = 0; i < kWords; ++i) {
-        const auto low = ScaledCodes::factor_of(arch::bit_cast<float>(scales.words[0][i])),
-                   high = ScaledCodes::factor_of(arch::bit_cast<float>(scales.words[1][i]));
-        exact = exact && low.exact && high.exact;
-        words[i] = arch::permute_bytes<0x5410>(low.pair, high.pair);
+        const auto factor = ScaledCodes::factor_of(arch::bit_cast<float>(scales.words[i]));
+        words[i] = factor.pair, exact = exact && factor.exact;
       }
     } else if constexpr (Row::kHasScales) {
       const bool upper = arch::lane_index() % 4 >= 2;  // of tiles of 32 codes, the lane has every second scale
       HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t* of_row = scales.words[i / 2];
+      for (int i = 0; i < 2; ++i) {
         if constexpr (Row::kFormat.tile == 64)
-          words[i] = of_row[i % 2];
+          words[i] = scales.words[i];
         else
-          words[i] = arch::permute_bytes<0x6420>(of_row[i % 2 * 2] >> (upper ? 8 : 0),
-                                                 of_row[i % 2 * 2 + 1] >> (upper ? 8 : 0));
-        HOPWELL_UNROLL
-        for (int panel = i % 2 * 4; panel < i % 2 * 4 + 4 && 64 * panel < Row::kFormat.codes; ++panel)
-          exact = exact && ScaledCodes::factor_of_ue8m0(byte_of(i / 2, panel)).exact;
+          words[i] = arch::permute_bytes<0x6420>(scales.words[2 * i] >> (upper ? 8 : 0),
+                                                 scales.words[2 * i + 1] >> (upper ? 8 : 0));
       }
+      HOPWELL_UNROLL
+      for (int panel = 0; 64 * panel < Row::kFormat.codes; ++panel)
+        exact = exact && ScaledCodes::factor_of_ue8m0(byte_of(panel)).exact;
     }
   }
-  [[nodiscard]] HOPWELL_DEVICE uint32_t byte_of(int half, int panel) const {
-    return words[2 * half + panel / 4] >> panel % 4 * 8 & 0xff;
-  }
-  /// The factor of the codes of a row in a panel.
-  [[nodiscard]] HOPWELL_DEVICE uint32_t of(int half, int panel) const {
+  [[nodiscard]] HOPWELL_DEVICE uint32_t byte_of(int panel) const { return words[panel / 4] >> panel % 4 * 8 & 0xff; }
+  /// The factor of the codes in a panel.
+  [[nodiscard]] HOPWELL_DEVICE uint32_t of(int panel) const {
     if constexpr (!Row::kHasScales)
       return tile::ScaledCodes::factor_of(1).pair;
     else if constexpr (kIsFp32)
-      return half == 0 ? arch::half_twice<false>(words[panel * 64 / Row::kFormat.tile])
-                       : arch::half_twice<true>(words[panel * 64 / Row::kFormat.tile]);
+      return words[panel * 64 / Row::kFormat.tile];
     else
-      return tile::ScaledCodes::factor_of_ue8m0(byte_of(half, panel)).pair;
+      return tile::ScaledCodes::factor_of_ue8m0(byte_of(panel)).pair;
   }
 };
 
-// Addresses of a lane's two chunks of its first row in panel 0. The second row is at + 1024.
-struct LaneChunks {
-  uint32_t first, second;
-
-  template <class Config>
-  HOPWELL_DEVICE LaneChunks(const Storage<Config>& s, int stage)
-      : first(arch::shared_address(s.keys[stage]) +
-              tile::swizzled(LaneRows<Config>::row(), arch::lane_index() % 4 * 2)),
-        second(first ^ 16) {}
-  HOPWELL_DEVICE void store(int panel, int half, const arch::Words4 (&chunks)[2]) const {
-    const uint32_t offset = uint32_t(panel) * tile::kPanelBytes + uint32_t(half) * 1024;
-    arch::store_shared_v4(first + offset, chunks[0]);
-    arch::store_shared_v4(second + offset, chunks[1]);
-  }
+// Panels of a part of a tile, as positions of score_panel.
+template <class Config>
+struct PartOfTile {
+  int begin, end;
+  HOPWELL_DEVICE explicit PartOfTile(int part)
+      : begin(part == 0 ? 0 : Config::kPanelsOfGroup), end(part == 0 ? Config::kPanelsOfGroup : Config::kPanels) {}
 };
 
-// Codes of a lane on their way: 16 of two rows for each panel of codes.
+// Codes of a lane on their way: 16 for each panel of codes.
 template <class Config>
 struct LaneCodes {
   using Row = typename Config::Row;
   static constexpr int kPanels = Config::kPanels - (Config::kPlainPanel >= 0 ? 1 : 0);
   static_assert(Config::kPlainPanel < 0 || Config::kPlainPanel == kPanels);
-  arch::Words4 codes[kPanels][2];
+  arch::Words4 codes[kPanels];
 
-  HOPWELL_DEVICE void load(const LaneRows<Config>& rows, int panel, int half) {
-    codes[panel][half] = arch::load_streaming(rows.data[half] + 64 * panel);
-  }
-  HOPWELL_DEVICE void load(const LaneRows<Config>& rows) {
+  HOPWELL_DEVICE void load(const Storage<Config>& s) {
+    const unsigned char* const of_row = LaneRow<Config>::codes(s);
     HOPWELL_UNROLL
-    for (int panel = 0; panel < kPanels; ++panel) {
-      HOPWELL_UNROLL
-      for (int half = 0; half < 2; ++half) load(rows, panel, half);
-    }
+    for (int panel = 0; panel < kPanels; ++panel) codes[panel] = arch::load_streaming(of_row + 64 * panel);
   }
-  // Stores a panel of one row.
-  HOPWELL_DEVICE void store(const LaneFactors<Config>& factors, const LaneChunks& to, int panel, int half,
+  // Decodes the codes of a panel and stores them. `to`: address of the lane's first chunk in panel 0. The second chunk is
+  // at ^ 16.
+  HOPWELL_DEVICE void store(const LaneFactors<Config>& factors, uint32_t to, int panel,
                             tile::ScaledCodes& decoder) const {
-    arch::Words4 chunks[2];
-    const uint32_t factor = factors.of(half, panel);
+    const uint32_t factor = factors.of(panel), offset = uint32_t(panel) * tile::kPanelBytes;
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) decoder.decode(codes[panel][half].w[i], factor, &chunks[i / 2].w[i % 2 * 2]);
-    to.store(panel, half, chunks);
+    for (int i = 0; i < 2; ++i) {
+      arch::Words4 chunk;
+      HOPWELL_UNROLL
+      for (int j = 0; j < 2; ++j) decoder.decode(codes[panel].w[2 * i + j], factor, &chunk.w[2 * j]);
+      arch::store_shared_v4((to ^ uint32_t(16 * i)) + offset, chunk);
+    }
   }
 };
 
 // Decodes a lane's codes of one part of a tile as the operator defines them, for NaN codes and any scales. Reads them
-// again. Panels are positions `begin` to `end` − 1 of score_panel. Few registers: the codes rotate through them.
+// again. Few registers: the codes rotate through them.
 template <class Config>
-HOPWELL_DEVICE void decode_exactly(Storage<Config>& s, int stage, int begin, int end) {
+HOPWELL_DEVICE void decode_exactly(Storage<Config>& s, int stage, int part) {
   using Row = typename Config::Row;
-  using Lane = LaneRows<Config>;
-  const int quarter = arch::lane_index() % 4;
+  using Lane = LaneRow<Config>;
+  const PartOfTile<Config> panels(part);
+  const int quarter = arch::lane_index() % 4, row = Lane::number();
   HOPWELL_NO_UNROLL
-  for (int n = begin; n < end; ++n) {
+  for (int n = panels.begin; n < panels.end; ++n) {
     const int panel = tile::score_panel<Config::kDqk>(n);
     if (panel == Config::kPlainPanel) continue;
-    uint32_t codes[8];
-    float scale[2];
-    HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = Lane::row() + 8 * half;
-      const unsigned char* data = s.row_of_tile[stage][row];
-      const unsigned char* scales = Row::kScalesLieElsewhere ? s.scales_of_tile[stage][row] : data + Row::kScalesAt;
-      const auto words = arch::load_vector<arch::Words4>(data + Lane::offset() + 64 * panel);
-      scale[half] = Row::scale_among(scales, panel, Row::kScales > 1 ? quarter / 2 : 0);
-      HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) codes[4 * half + i] = words.w[i];
-    }
+    const float scale = Row::scale_among(Lane::scales(s), panel, Row::kScales > 1 ? quarter / 2 : 0);
+    auto codes = arch::load_vector<arch::Words4>(Lane::codes(s) + 64 * panel);
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t word = codes[0];
-      const float scale_of_row = i < 4 ? scale[0] : scale[1];
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = codes.w[0];
       HOPWELL_UNROLL
-      for (int j = 0; j < 7; ++j) codes[j] = codes[j + 1];
+      for (int j = 0; j < 3; ++j) codes.w[j] = codes.w[j + 1];
       float x[4];
       HOPWELL_UNROLL
-      for (int j = 0; j < 4; ++j) x[j] = tile::e4m3_to_float(word >> 8 * j & 0xff) * scale_of_row;
-      const uint32_t at = tile::swizzled(Lane::row() + i / 4 * 8, 2 * quarter + i / 2 % 2) + uint32_t(i % 2 * 8);
+      for (int j = 0; j < 4; ++j) x[j] = tile::e4m3_to_float(word >> 8 * j & 0xff) * scale;
+      const uint32_t at = tile::swizzled(row, 2 * quarter + i / 2) + uint32_t(i % 2 * 8);
       *reinterpret_cast<arch::Words2*>(s.keys[stage] + uint32_t(panel) * tile::kPanelBytes + at) = {
           arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3])};
     }
@@ -285,12 +275,20 @@ HOPWELL_DEVICE void decode_exactly(Storage<Config>& s, int stage, int begin, int
 // Copies the panel of bf16 of this warp's rows of codes.
 template <class Config>
 HOPWELL_DEVICE void copy_plain_panel(const Storage<Config>& s, int stage) {
-  const int chunk = arch::lane_index() % 8, first = TilesOfSplit<Config>::thread() / 32 * 16 + arch::lane_index() / 8;
+  const int chunk = arch::lane_index() % 8, first = LaneRow<Config>::first() + arch::lane_index() / 8;
   const uint32_t panel = arch::shared_address(s.keys[stage]) + uint32_t(Config::kPlainPanel) * tile::kPanelBytes;
   HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i)
-    arch::cp_async(panel + tile::swizzled(first + 4 * i, chunk),
-                   s.row_of_tile[stage][first + 4 * i] + Config::Row::kFormat.plain_at + 16 * chunk);
+  for (int row = first; row < first + LaneRow<Config>::kRowsOfWarp; row += 4)
+    arch::cp_async(panel + tile::swizzled(row, chunk), s.row_of_tile[row] + Config::Row::kFormat.plain_at + 16 * chunk);
+}
+
+// Finds the rows of a tile and loads their codes and scales.
+template <class Config>
+HOPWELL_DEVICE void load_tile(const TilesOfSplit<Config>& tiles, LaneScales<Config>& scales, LaneCodes<Config>& codes) {
+  LaneRow<Config>::find(tiles);
+  arch::syncwarp();
+  scales.load(tiles.s);
+  codes.load(tiles.s);
 }
 
 template <class Config>
@@ -299,60 +297,49 @@ HOPWELL_DEVICE void produce_from_codes(const SplitParams& p, Storage<Config>& s)
   bool more = tiles.advance();
   publish_has_keys(s, more);
   if (!more) return tile::ring_stage(s.key_ring, 0).commit(0);
-  LaneRows<Config> next;
-  LaneScales<Config> next_scales;
+  LaneScales<Config> scales;
   LaneCodes<Config> codes;
-  next.find(tiles, 0);
-  arch::syncwarp();  // later rows are kept before a commit, which synchronises too
-  next_scales.load(next);
-  codes.load(next);
-  uint32_t stage = 0, parity = 0;
+  load_tile(tiles, scales, codes);
+  if constexpr (Config::kPlainPanel == 8) copy_plain_panel(s, 0);
   HOPWELL_NO_UNROLL
-  while (more) {
-    const auto slot = tile::ring_stage(s.key_ring, int(stage), parity);
-    const LaneChunks to(s, int(stage));
-    if constexpr (Config::kPlainPanel == 8) {
-      slot.wait_empty(Config::kRopeGroup);
-      copy_plain_panel(s, int(stage));
-    }
+  for (int tile = 0;; ++tile) {
+    const tile::RingSlot slot(s.key_ring, tile);
+    const int stage = slot.stage();
+    const uint32_t to =
+        arch::shared_address(s.keys[stage]) + tile::swizzled(LaneRow<Config>::number(), arch::lane_index() % 4 * 2);
     slot.wait_empty(0);
-    publish_keys(s, int(stage), tiles.valid_keys());
-    const LaneFactors<Config> factors(next_scales);
-    more = tiles.advance();
-    if (more) {
-      next.find(tiles, int(stage ^ 1));
-      next_scales.load(next);
-    }
+    publish_keys(s, stage, tiles.valid_keys());
+    const LaneFactors<Config> factors(scales);
     HOPWELL_UNROLL
     for (int part = 0; part < 2; ++part) {
-      const int begin = part == 0 ? 0 : Config::kPanelsOfGroup;
-      const int end = part == 0 ? Config::kPanelsOfGroup : Config::kPanels;
+      const PartOfTile<Config> panels(part);
       tile::ScaledCodes decoder(factors.exact);
       HOPWELL_UNROLL
-      for (int n = begin; n < end; ++n) {
+      for (int n = panels.begin; n < panels.end; ++n) {
         const int panel = tile::score_panel<Config::kDqk>(n);
         if (panel == Config::kPlainPanel) continue;
         if (panel % Config::kPanelsOfGroup == 0 && panel > 0) {
           slot.wait_empty(Config::group_of(panel));
-          if (panel == 4 && Config::kPlainPanel == 7) copy_plain_panel(s, int(stage));
+          if (panel == 4 && Config::kPlainPanel == 7) copy_plain_panel(s, stage);
         }
-        HOPWELL_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          codes.store(factors, to, panel, half, decoder);
-          if (more) codes.load(next, panel, half);
-        }
-        // A limit for the compiler, which otherwise spills a register to interleave more codes.
-        if constexpr (Config::kPlainPanel == 7) arch::syncwarp();  // kept: order alone, for registers
+        codes.store(factors, to, panel, decoder);
       }
-      if (!decoder.is_right()) decode_exactly<Config>(s, int(stage), begin, end);
+      if (!decoder.is_right()) decode_exactly<Config>(s, stage, part);
       if (part == 1) {
-        publish_end(s, int(stage), !more);
+        more = tiles.advance();
+        publish_end(s, stage, !more);
         if constexpr (Config::kPlainPanel >= 0) arch::cp_async_wait_all();
       }
       arch::fence_proxy_async();
       slot.commit(part);
     }
-    stage ^= 1, parity ^= stage ^ 1;
+    if (!more) return;
+    load_tile(tiles, scales, codes);
+    if constexpr (Config::kPlainPanel == 8) {
+      const tile::RingSlot next(s.key_ring, tile + 1);
+      next.wait_empty(Config::kRopeGroup);
+      copy_plain_panel(s, next.stage());
+    }
   }
 }
 
@@ -363,7 +350,9 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, Storage<Config>& s)
   TilesOfSplit<Config> tiles(p, s);
   bool more = tiles.advance();
   publish_has_keys(s, more);
-  const int lane = arch::lane_index(), first_row = arch::warp_index() % Config::kWarpsOfRole * 16 + lane / 8;
+  constexpr int kRows = Config::kKeys / Config::kProducingWarps / 4;  // of a lane
+  const int lane = arch::lane_index();
+  const int first_row = arch::warp_index() % Config::kProducingWarps * 4 * kRows + lane / 8;
   uint32_t stage = 0, parity = 0;
   if (!more) {
     tile::ring_stage(s.key_ring, 0).commit(0);
@@ -375,9 +364,9 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, Storage<Config>& s)
     const uint32_t to = arch::shared_address(s.keys[stage]) + tile::swizzled(first_row, lane % 8);
     slot.wait_empty(0);
     publish_keys(s, int(stage), tiles.valid_keys());
-    const unsigned char *rows[4], *second[4];
+    const unsigned char *rows[kRows], *second[kRows];
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const int number = tiles.number(first_row + 4 * i);
       rows[i] = s.rows[number] + 16 * (lane % 8);
       second[i] = rows[i] + 2 * kDv;
@@ -390,7 +379,7 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, Storage<Config>& s)
       const int panel = tile::score_panel<Config::kDqk>(n);
       if (panel % Config::kPanelsOfGroup == 0 && panel > 0) slot.wait_empty(Config::group_of(panel));
       HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < kRows; ++i)
         arch::cp_async(tile::four_rows_on(to, uint32_t(i)) + uint32_t(panel) * tile::kPanelBytes,
                        panel == 8 ? second[i] : rows[i] + 128 * panel);
       if (n != Config::kPanelsOfGroup - 1 && n != Config::kPanels - 1) continue;

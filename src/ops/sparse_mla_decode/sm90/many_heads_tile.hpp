@@ -10,16 +10,17 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET::many_heads {
 
-enum class Role { low, high, producer };  // of the warpgroups
+enum class Role { low, high, producer };  // of the warpgroups; the third and the fourth are producers
 
 template <class TheRow>
 struct Config {
   using Row = TheRow;
   static constexpr int kHeads = 64, kKeys = 64, kStages = 2;  // keys of a tile
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64;
-  static constexpr int kThreads = 384, kThreadsOfRole = 128, kWarpsOfRole = 4;
-  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 152;
-  static constexpr int kListed = kThreadsOfRole;  // entries that are listed at a time
+  static constexpr int kThreads = 512, kReaders = 256, kReadingWarps = 4;  // of each of the other roles
+  static constexpr int kProducers = kThreads - kReaders, kProducingWarps = kProducers / 32;
+  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 80;
+  static constexpr int kListed = 128;  // entries that are listed at a time
 
   // A tile becomes full in two parts: panels 0 to 3, then RoPE and panels 4 to 7. It is released in three groups: the
   // low warpgroup's four panels, the high warpgroup's four panels, and RoPE.
@@ -40,12 +41,12 @@ struct Storage {
   const unsigned char* second[RowAddress<typename Config::Row>::kHasSecond ? Config::kListed : 1];
   float row_scale[Config::kHeads], factor[Config::kHeads];  // of O before a tile; of O at the end
   Entries entries;                                          // of the split
-  // The rows of codes of the producer's tiles, and their scales.
-  const unsigned char* row_of_tile[Config::kStages][Config::kCopiesRows ? 1 : Config::kKeys];
-  const unsigned char* scales_of_tile[Config::kStages][Config::Row::kScalesLieElsewhere ? Config::kKeys : 1];
-  int counts[Config::kWarpsOfRole];         // valid entries that each warp has listed
-  int valid_keys[Config::kStages];          // of a tile
-  bool is_last[Config::kStages], has_keys;  // of the split's tiles; whether the split has a tile
+  // The rows of codes of the producers' tile, and their scales.
+  const unsigned char* row_of_tile[Config::kCopiesRows ? 1 : Config::kKeys];
+  const unsigned char* scales_of_tile[Config::Row::kScalesLieElsewhere ? Config::kKeys : 1];
+  alignas(16) int counts[Config::kListed / 32];  // valid entries that each warp has listed
+  int valid_keys[Config::kStages];               // of a tile
+  bool is_last[Config::kStages], has_keys;       // of the split's tiles; whether the split has a tile
   tile::RingBarriers<Config::kStages, 2, Config::kGroups> key_ring;
   tile::RingBarriers<1> p_ring;
   arch::mbarrier scores_done, factors_full;
@@ -54,8 +55,8 @@ struct Storage {
 // Executed by one thread, before a barrier of the CTA.
 template <class Config>
 HOPWELL_DEVICE void initialise(Storage<Config>& s) {
-  constexpr uint32_t kWarps = Config::kWarpsOfRole;
-  s.key_ring.init(kWarps + (Config::kCopiesRows ? Config::kThreadsOfRole : 0), kWarps);
+  constexpr uint32_t kWarps = Config::kReadingWarps;
+  s.key_ring.init(Config::kProducingWarps + (Config::kCopiesRows ? Config::kProducers : 0), kWarps);
   s.p_ring.init(kWarps, kWarps);
   tile::init_barriers(kWarps, s.scores_done, s.factors_full);
 }
