@@ -127,7 +127,7 @@ struct Stage {
 // not suffice for eight entries, nor beside fp32 entries.
 template <class T, class F, bool kKeep = true>
 struct Bias {
-  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 7) : 0;
+  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 6) : 0;
   Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
