@@ -67,11 +67,10 @@ demo:
 	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
-# The tests of C++ and of Python run side by side, each with half of the cores. The sub-make does not build again.
+# The tests of C++ run beside those of Python, which take half as long and have one process. The sub-make does not build again.
 WORKERS = $(if $(filter 1,$(JOBS)),1,2)
-HALF = $(shell echo $$((($(JOBS) + 1) / 2)))
 test: build
-	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 JOBS=$(HALF) test-cpp test-python test-install
+	@$(MAKE) --no-print-directory --jobs 2 BUILT=1 PYTHON_WORKERS=1 test-cpp test-python test-install
 	@echo "All tests passed."
 
 # After a small change: a few cases of each operator and backend under the emulator's checker, the tests of plans, arguments and entry
@@ -89,7 +88,7 @@ test-cpp: $(if $(BUILT),,build)
 	@echo "Skipped:"; grep -aE '^\[  SKIPPED \] [^ ]+$$' build/$(PRESET)/Testing/Temporary/LastTest.log | sort -u || true
 
 test-python: $(if $(BUILT),,build)
-	@$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile
+	@$(PYTHON) -m pytest --numprocesses $(or $(PYTHON_WORKERS),$(WORKERS)) --dist loadfile
 
 test-install: $(if $(BUILT),,build)
 	@tests/install/run.sh build/$(PRESET)
