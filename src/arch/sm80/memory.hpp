@@ -14,34 +14,16 @@ struct alignas(8) Words2 {
   uint32_t w[2];
 };
 
-/// ld.global and st.global of a type of 4, 8 or 16 bytes that is aligned to its size: always one instruction. nvcc compiles
-/// the same C++ access of a struct of 16-bit numbers to one instruction for each number. The emulator reports a misaligned
-/// one. PTX: #data-movement-and-conversion-instructions-ld, #data-movement-and-conversion-instructions-st
+/// A load or store of a vector type of 4, 8 or 16 bytes that is aligned to its size. nvcc compiles the load to one
+/// instruction. It compiles such a store of a struct of 16-bit numbers to one instruction for each number, so the store is
+/// written in PTX. The emulator reports a misaligned access; it cannot do so for a plain C++ access, because the host
+/// compiler splits vectors. PTX: #data-movement-and-conversion-instructions-st
 template <class Vector>
 HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
-  constexpr size_t kBytes = sizeof(Vector);
-  static_assert(kBytes == alignof(Vector) && (kBytes == 4 || kBytes == 8 || kBytes == 16));
-#if HOPWELL_ON_DEVICE
-  if constexpr (kBytes == 4) {
-    uint32_t w;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(w) : "l"(pointer) : "memory");
-    return bit_cast<Vector>(w);
-  } else if constexpr (kBytes == 8) {
-    Words2 v;
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.w[0]), "=r"(v.w[1]) : "l"(pointer) : "memory");
-    return bit_cast<Vector>(v);
-  } else {
-    Words4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-                 : "l"(pointer)
-                 : "memory");
-    return bit_cast<Vector>(v);
-  }
-#else
+#if !HOPWELL_ON_DEVICE
   emu::require_global("ld.v", pointer, alignof(Vector), site);
-  return *static_cast<const Vector*>(pointer);
 #endif
+  return *static_cast<const Vector*>(pointer);
 }
 template <class Vector>
 HOPWELL_DEVICE void store_vector(void* pointer, const Vector& vector, [[maybe_unused]] Site site = Site::current()) {
