@@ -1,6 +1,5 @@
-// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in one paged cache without splits; else for up to
-// 32 heads the split kernel (gpu/split.hpp), which converts codes by an instruction that Ampere does not have, and for
-// more heads the kernel for tiles of 64 heads (sm90/many_heads.hpp).
+// sparse_mla_decode for Hopper: the forward's kernels over rows of bf16 in one paged cache without splits; else kernels for
+// tiles of 8, 16 (sm90/few_heads.hpp) or 64 heads (sm90/many_heads.hpp).
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
@@ -27,10 +26,11 @@ std::optional<ForwardPlan> plan_forward(const Problem& p) {
   return ForwardPlan{*problem, forward::plan_of(*problem)};
 }
 
-// Tiles of 64 heads from 33 heads on, because a tile of 16 decodes every row for itself.
 HeadsOfTile kernel_for(const Problem& p) {
-  if (p.h_q <= 32) return split_kernel_for<tile::ConvertedCodes>(p);
-  return {64, with_rows_of(p, []<class Rows>(Rows) { return many_heads_kernel<Rows>(); })};
+  const int heads = p.h_q <= 8 ? 8 : p.h_q <= 16 ? 16 : 64;
+  return {heads, with_rows_of(p, [&]<class Rows>(Rows) {
+            return heads == 64 ? many_heads_kernel<Rows>() : few_heads_kernel<Rows>(heads);
+          })};
 }
 
 runtime::PlanOr<Plan> plan(const Problem& p) {

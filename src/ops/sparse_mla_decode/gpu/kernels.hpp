@@ -1,5 +1,4 @@
-// The split kernels of a backend. Each file of the backend's folder includes split.hpp and instantiates the kernels of
-// some row formats.
+// The split kernels of a backend. Each file of the backend's folder instantiates the kernels of some row formats.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +14,13 @@ struct SplitKernel {
   std::size_t shared_bytes;
 };
 
-// The kernel for tiles of 8 or 16 heads, for any GPU. Codes: how it decodes e4m3 (tile/gpu/e4m3.hpp).
+// The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on. Codes: how it decodes e4m3 (tile/gpu/e4m3.hpp).
 template <class Codes, class RowsOfFormat>
 SplitKernel split_kernel(int heads);
 
-// Hopper's kernel for tiles of 64 heads.
+// Hopper's kernels for tiles of 8 or 16 heads, and of 64 heads.
+template <class RowsOfFormat>
+SplitKernel few_heads_kernel(int heads);
 template <class RowsOfFormat>
 SplitKernel many_heads_kernel();
 

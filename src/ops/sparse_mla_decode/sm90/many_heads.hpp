@@ -6,7 +6,7 @@
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
 //           warpgroups   producer  list the rows of valid entries, load them, decode codes to bf16 and store them to
-//           2, 3                   panels for wgmma: see many_heads_producer.hpp
+//           2, 3                   panels for wgmma: see producer.hpp
 // Timeline  low       S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 1 V ▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 2 V ▓▓▓▓│
 //           high      ···············│O += P 0 V ▓▓▓▓│·························│O += P 1 V ▓▓▓▓│·············
 //           producer  2 left ▒▒▒▒▒▒▒▒│   2 right ▒▒▒▒▒▒▒▒│      3 left ▒▒▒▒▒▒▒▒│   3 right ▒▒▒▒▒▒▒▒│
@@ -30,11 +30,38 @@
 
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_decode/sm90/many_heads_producer.hpp"
+#include "ops/sparse_mla_decode/sm90/producer.hpp"
 #include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace many_heads {
+
+enum class Role { low, high, producer };  // of the warpgroups; the third and the fourth are producers
+
+template <class TheRow>
+struct Config : KeyTile<TheRow, 2, 256> {
+  static constexpr int kHeads = 64, kReaders = 256, kThreads = kReaders + 256;
+  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 80;
+};
+
+template <class Config>
+struct Storage {
+  alignas(1024) unsigned char q[Config::kPanels * tile::kPanelBytes];
+  alignas(1024) KeyPanels<Config> panels;
+  alignas(1024) unsigned char p[tile::kPanelBytes];
+  KeyTiles<Config> tiles;
+  float row_scale[Config::kHeads], factor[Config::kHeads];  // of O before a tile; of O at the end
+  tile::RingBarriers<1> p_ring;
+  arch::mbarrier scores_done, factors_full;
+
+  // Executed by one thread, before a barrier of the CTA.
+  HOPWELL_DEVICE void initialise() {
+    constexpr uint32_t kWarps = Config::kReadingWarps;
+    tiles.initialise();
+    p_ring.init(kWarps, kWarps);
+    tile::init_barriers(kWarps, scores_done, factors_full);
+  }
+};
 
 #if HOPWELL_HAS_SM90A
 
@@ -71,7 +98,7 @@ HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
 template <class Config, class Slot>
 HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, float (&scores)[32]) {
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
-  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[slot.stage()]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.panels[slot.stage()]));
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kPanels; ++i) {
     if (i == 0 || i == Config::kPanelsOfGroup) {
@@ -137,7 +164,7 @@ template <class Config, class Slot, class Multiply>
 HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
                                     Output& out, bool first, const Multiply& multiply) {
   const uint32_t panels =
-      arch::shared_address(s.keys[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
+      arch::shared_address(s.panels[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
   if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
     HOPWELL_UNROLL
@@ -222,20 +249,20 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   const uint32_t p_panel = arch::shared_address(s.p);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
   Output out = {};
-  tile::ring_stage(s.key_ring, 0).wait_full(0);
-  const bool has_keys = s.has_keys;
+  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
+  const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
   int tile = 0;
   HOPWELL_NO_UNROLL
   for (; !is_last; ++tile) {
-    const auto slot = tile::ring_stage(s.key_ring, tile % 2, uint32_t(tile / 2 % 2));
+    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
     const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
     if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
     tile::arrive_warp(s.scores_done);
-    is_last = s.is_last[slot.stage()];
-    softmax(scale_log2, s.valid_keys[slot.stage()], scores, state, row_scale);
+    is_last = s.tiles.is_last[slot.stage()];
+    softmax(scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
     tile::Probabilities probabilities;
     p_slot.wait_empty();
     probabilities.round_and_store(scores, p_panel);
@@ -269,18 +296,18 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query(p, s);
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
   Output out = {};
-  tile::ring_stage(s.key_ring, 0).wait_full(0);
-  const bool has_keys = s.has_keys;
+  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
+  const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
   HOPWELL_NO_UNROLL
   for (int tile = 0; !is_last; ++tile) {
-    const auto slot = tile::ring_stage(s.key_ring, tile % 2, uint32_t(tile / 2 % 2));
+    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
     const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
     float row_scale[2];
     p_slot.wait_full();
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) row_scale[r] = s.row_scale[row_of_thread(r)];
-    is_last = s.is_last[slot.stage()];
+    is_last = s.tiles.is_last[slot.stage()];
     // Not before the next scores are complete, so that the products do not delay them.
     if (!is_last) arch::mbarrier_wait(s.scores_done, uint32_t((tile + 1) % 2));  // kept: order alone, for speed
     multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
@@ -307,13 +334,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if HOPWELL_HAS_SM90A
   using many_heads::Role;
   auto& s = arch::dynamic_smem<many_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) many_heads::initialise(s);
+  if (arch::thread_index() == 0) s.initialise();
   arch::syncthreads();
   const int group = arch::warpgroup_index();
   const Role role = group < 2 ? Role{group} : Role::producer;
   if (role == Role::producer) {
     arch::setmaxnreg_dec<Config::kProducerRegisters>();
-    many_heads::produce(p, s);
+    produce(p, s.tiles, s.panels);
   } else if (role == Role::low) {
     arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);

@@ -1,0 +1,338 @@
+// sparse_mla_decode for Hopper, tiles of 8 or 16 heads: attention of one split of a query's keys, for rows of every format.
+//
+//     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 64 rows of a product, heads its columns
+//     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
+//
+// Tile      one query, 8 or 16 heads, one split of its entries; 64 keys at a time
+// Roles     warpgroup 0  consumer  S, the softmax, and O += P V for all columns
+//           warpgroup 1  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores them to
+//                                  panels for wgmma: see producer.hpp
+// Timeline  producer  0 left ▒▒▒▒│0 right ▒▒▒▒│ loads 1 on their way                │1 left ▒▒▒▒│1 right ▒▒▒▒│
+//           consumer  ···········│S 0 ▓▓▓▓▓▓▓▓│exp ░░│O += P V left ▓▓▓│right ▓▓▓▓▓▓│·····│S 1 ▓▓▓▓▓▓▓▓│exp ░░│ …
+//           An SM has two CTAs: one decodes while the other multiplies
+// Panels    A tile becomes full in two parts and is released in groups of panels: see key_tiles.hpp
+// Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through shared
+//           memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
+// Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 1,536 + ~1,900 = 98 KB: two CTAs an SM
+//           registers: consumer O 64 + S 8 + ~40 (112); producer 64 for codes on their way + 16 for scales and factors + ~60
+//           (144)
+// Bound     per key, two CTAs together: 35 clocks of DRAM on an H200 (656-byte rows); shared memory 1,152 B written, 2,176 B
+//           read by products: 26 clocks; the decoder about 20 clocks of the integer pipe; 20 issue slots
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_decode/sm90/producer.hpp"
+#include "tile/gpu/dependency.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+namespace few_heads {
+
+template <class TheRow, int kTheHeads>
+struct Config : KeyTile<TheRow, 1, 128> {
+  static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
+  static constexpr int kConsumers = 128, kThreads = kConsumers + 128;
+  static constexpr int kConsumerRegisters = 112, kProducerRegisters = 144;
+  static constexpr int kThreadHeads = kHeads / 4;                            // in the products
+  static constexpr int kRowBytes = 128, kBytesOfHeads = kHeads * kRowBytes;  // 64 columns of a head; of all heads
+};
+
+template <class Config>
+struct Storage {
+  alignas(1024) KeyPanels<Config> panels;
+  alignas(1024) unsigned char q[Config::kDqk / 64][Config::kBytesOfHeads];
+  alignas(1024) unsigned char p[Config::kBytesOfHeads];  // [head][key]
+  KeyTiles<Config> tiles;
+  float maxima[4][Config::kHeads];   // of a tile, for each warp
+  float sums[4][Config::kHeads][4];  // of a tile's probabilities, for each warp: of keys 8 j + 2 c + b with one c
+  float row_scale[Config::kHeads];   // of O before a tile
+  float row_max[Config::kHeads];     // at the end
+  float factor[Config::kHeads];      // of O at the end
+};
+
+#if HOPWELL_HAS_SM90A
+
+constexpr int kConsumerBarrier = kQueryBarrier;
+
+// The head and the key of a thread's value i of a product.
+struct Place {
+  static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + arch::lane_index() % 4 * 2 + h % 2; }
+  // Without warp_index(), because some lanes of a warp call it without the others.
+  static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + arch::lane_index() / 4 + 8 * r; }
+  static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
+};
+
+// Copies the heads of a query. Heads past the last one are zeros.
+template <class Config>
+HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
+  constexpr int kChunks = Config::kDqk / 8;
+  const Work work(p, Config::kHeads);
+  const bf16* const of_query = query_of(p, work.query);
+  HOPWELL_NO_UNROLL
+  for (int i = arch::thread_index(); i < Config::kHeads * kChunks; i += Config::kConsumers) {
+    const int row = i / kChunks, chunk = i % kChunks, head = work.first_head + row;
+    const bool valid = head < p.h_q;
+    const bf16* from = of_query + (valid ? head : 0) * p.q_stride[2] + 8 * chunk;
+    const uint32_t at = arch::shared_address(s.q[chunk / 8]) + tile::swizzled(row, chunk % 8);
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      arch::cp_async(at, from, valid ? 16 : 0);
+    } else {
+      HOPWELL_UNROLL
+      for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
+    }
+  }
+  arch::cp_async_wait_all();
+  arch::fence_proxy_async();
+  arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+}
+
+// Sᵀ = K Qᵀ, in the order in which the parts of the tile become full.
+template <class Config, class Slot>
+HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, float (&scores)[Config::kHeads / 2]) {
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.panels[slot.stage()]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kPanels; ++i) {
+    if (i == 0 || i == Config::kPanelsOfGroup) {
+      slot.wait_full(i == 0 ? 0 : 1);
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the producer has executed it
+      arch::wgmma_fence();
+    }
+    const int panel = tile::score_panel<Config::kDqk>(i);
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step)
+      arch::wgmma_ss(scores, a + tile::columns_on(4 * panel + step),
+                     b + (uint32_t(panel * Config::kBytesOfHeads + 32 * step) >> 4), i > 0 || step > 0);
+  }
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(scores);
+}
+
+// row_max of a thread's heads, in units of log 2.
+template <class Config>
+struct Softmax {
+  static constexpr int kHeads = Config::kThreadHeads;
+  float row_max[kHeads];
+
+  HOPWELL_DEVICE Softmax() {
+    HOPWELL_UNROLL
+    for (float& m : row_max) m = -INFINITY;
+  }
+  // Converts the scores of a tile to probabilities and stores them, with the sums of the tile and row_scale, which it also
+  // returns in `scale`. Its second barrier is the caller's.
+  HOPWELL_DEVICE void operator()(Storage<Config>& s, float scale_log2, int valid_keys,
+                                 float (&scores)[Config::kHeads / 2], float (&scale)[kHeads]) {
+    const int warp = arch::warp_index() % 4, lane = arch::lane_index();
+    float unit = scale_log2;
+    if (valid_keys < Config::kKeys || !(scale_log2 > 0)) {
+      unit = 1;
+      HOPWELL_UNROLL
+      for (int i = 0; i < Config::kHeads / 2; ++i)
+        scores[i] = Place::row(i / 2 % 2) < valid_keys ? scores[i] * scale_log2 : -INFINITY;
+    }
+    HOPWELL_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const float max = fmaxf(scores[Place::value(h, 0)], scores[Place::value(h, 1)]);
+      const float of_warp = tile::reduce<4, 16>(max, tile::Larger{}) * unit;
+      if (lane < 4) s.maxima[warp][Place::head(h)] = of_warp;
+    }
+    arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+    HOPWELL_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const int head = Place::head(h);
+      const float max = fmaxf(fmaxf(s.maxima[0][head], s.maxima[1][head]), fmaxf(s.maxima[2][head], s.maxima[3][head]));
+      scale[h] = tile::update_row_max(row_max[h], tile::next_row_max(row_max[h], max));
+      if (arch::thread_index() < 4) s.row_scale[head] = scale[h];
+      const float shift = tile::finite_row_max(row_max[h]);
+      float of_keys = 0;
+      HOPWELL_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float& x = scores[Place::value(h, r)];
+        x = arch::exp2_approx(fmaf(x, unit, -shift));
+        of_keys = r == 0 ? x : of_keys + x;
+      }
+      of_keys += arch::shuffle_xor(of_keys, 4);
+      if (lane / 4 % 2 == 0) s.sums[warp][head][lane / 8] = of_keys;
+    }
+    store_probabilities(s, scores);
+  }
+
+ private:
+  // Rows of P are heads: stmatrix stores transposed matrices of eight keys and eight heads.
+  static HOPWELL_DEVICE void store_probabilities(Storage<Config>& s, const float (&scores)[Config::kHeads / 2]) {
+    const int lane = arch::lane_index(), matrix = lane / 8 % (2 * Config::kHeadBlocks);
+    uint32_t words[2 * Config::kHeadBlocks];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2 * Config::kHeadBlocks; ++i) words[i] = arch::pack_bf16(scores[2 * i], scores[2 * i + 1]);
+    arch::stmatrix<arch::Transpose::yes>(
+        arch::shared_address(s.p) + tile::swizzled(matrix / 2 * 8 + lane % 8, arch::warp_index() % 4 * 2 + matrix % 2),
+        words);
+  }
+};
+
+// The sums of a head's probabilities over keys 8 j + 2 c + b with one c: of every second tile each. Thread 4 · head + c of
+// the consumer has them.
+template <class Config>
+struct HeadSums {
+  float present = 0, other = 0;
+  static HOPWELL_DEVICE bool has() { return arch::thread_index() < 4 * Config::kHeads; }
+  static HOPWELL_DEVICE int head() { return arch::thread_index() / 4; }
+
+  HOPWELL_DEVICE void add_tile(const Storage<Config>& s) {
+    if (!has()) return;
+    const int c = arch::thread_index() % 4;
+    const float scale = s.row_scale[head()];
+    const float sums[4] = {s.sums[0][head()][c], s.sums[1][head()][c], s.sums[2][head()][c], s.sums[3][head()][c]};
+    const float of_tile = tile::rescaled(present, scale) + tile::sum_of_tile(sums);
+    present = tile::rescaled(other, scale), other = of_tile;
+  }
+  // Of all keys. `odd`: whether the number of tiles is odd.
+  [[nodiscard]] HOPWELL_DEVICE float total(bool odd) const {
+    const float next = tile::sum_of_quad(present), last = tile::sum_of_quad(other);
+    return odd ? last + next : next + last;
+  }
+};
+
+// Output of a thread: for each panel, two columns of two heads of each eight.
+template <class Config>
+using Output = float[8][Config::kHeads / 2];
+
+// Oᵀ = Oᵀ · row_scale + Vᵀ Pᵀ: 64 keys, all columns. The panels are released.
+template <class Config, class Slot>
+HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
+                                    const float (&scale)[Config::kThreadHeads], Output<Config>& out, bool first) {
+  constexpr arch::WgmmaOptions kOptions{.a_major = arch::Major::mn};
+  const uint64_t v = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.panels[slot.stage()]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
+  bool changed = false;
+  HOPWELL_UNROLL
+  for (const float x : scale) changed = changed || x != 1;
+  if (!first && arch::ballot(changed) != 0) {
+    HOPWELL_UNROLL
+    for (auto& of_panel : out) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Config::kHeads / 2; ++i) of_panel[i] *= scale[i / 4 * 2 + i % 2];
+    }
+  }
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int panel = 0; panel < 8; ++panel) {
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step)
+      arch::wgmma_ss<kOptions>(out[panel], v + (uint32_t(panel) * tile::kPanelBytes + uint32_t(step) * 16 * 128 >> 4),
+                               b + (uint32_t(step) * 32 >> 4), !first || step > 0);
+    if (panel % Config::kPanelsOfGroup == Config::kPanelsOfGroup - 1) arch::wgmma_commit();
+  }
+  arch::wgmma_wait<1>();
+  slot.release(0);
+  arch::wgmma_wait<0>();
+  HOPWELL_UNROLL
+  for (auto& of_panel : out) arch::pin_registers(of_panel);
+  slot.release(1);
+}
+
+// Stores the statistics of a partial result, or the lse of the final one and the factors of O.
+template <class Config>
+HOPWELL_DEVICE void store_statistics(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums, bool odd) {
+  if (!HeadSums<Config>::has()) return;
+  const Work work(p, Config::kHeads);
+  const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
+  const Stats stats{s.row_max[of_tile], sums.total(odd)};
+  if (arch::thread_index() % 4 != 0 || head >= p.h_q) return;
+  if (p.splits > 1)
+    p.partial_stats[int64_t{work.number} * p.h_q + head] = arch::bit_cast<arch::Words2>(stats);
+  else
+    s.factor[of_tile] = finish_head(p, work.query, head, stats, true);
+}
+
+template <class Config>
+HOPWELL_DEVICE void store_output(const SplitParams& p, const Storage<Config>& s, const Output<Config>& out) {
+  const Work work(p, Config::kHeads);
+  HOPWELL_UNROLL
+  for (int h = 0; h < Config::kThreadHeads; ++h) {
+    const int head = work.first_head + Place::head(h);
+    if (head >= p.h_q) continue;
+    const float factor = p.splits > 1 ? 1 : s.factor[Place::head(h)];
+    const int64_t partial = (int64_t{work.number} * p.h_q + head) * kDv, row = row_of_out(p, work.query, head);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const int column = 64 * (i / 2) + Place::row(i % 2);
+      const float x = out[i / 2][Place::value(h, i % 2)];
+      if (p.splits > 1)
+        p.partial_out[partial + column] = x;
+      else if (p.out_is_fp32)
+        static_cast<float*>(p.out)[row + column] = final_value(x, factor);
+      else
+        static_cast<bf16*>(p.out)[row + column] = arch::to_bf16(final_value(x, factor));
+    }
+  }
+}
+
+template <class Config>
+HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
+  load_query(p, s);
+  const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
+  Softmax<Config> softmax;
+  HeadSums<Config> sums;
+  Output<Config> out = {};
+  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
+  const bool has_keys = s.tiles.has_keys;
+  bool is_last = !has_keys;
+  int tile = 0;
+  HOPWELL_NO_UNROLL
+  for (; !is_last; ++tile) {
+    const tile::RingSlot slot(s.tiles.ring, tile);
+    float scores[Config::kHeads / 2], scale[Config::kThreadHeads];
+    multiply_scores(s, slot, scores);
+    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
+    is_last = s.tiles.is_last[slot.stage()];
+    softmax(s, scale_log2, s.tiles.valid_keys[slot.stage()], scores, scale);
+    arch::fence_proxy_async();
+    arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+    sums.add_tile(s);
+    multiply_values(s, slot, scale, out, tile == 0);
+  }
+  tile::launch_dependents();
+  if (arch::thread_index() < 4) {
+    HOPWELL_UNROLL
+    for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
+  }
+  arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+  store_statistics(p, s, sums, tile % 2 == 1);
+  if (p.splits == 1) arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+  if (has_keys || p.splits == 1) store_output(p, s, out);
+}
+
+#endif
+
+}  // namespace few_heads
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 2)
+    sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
+  if (arch::thread_index() == 0) s.tiles.initialise();
+  arch::syncthreads();
+  if (arch::warpgroup_index() == 0) {
+    arch::setmaxnreg_dec<Config::kConsumerRegisters>();
+    few_heads::consume(p, s);
+  } else {
+    arch::setmaxnreg_inc<Config::kProducerRegisters>();
+    produce(p, s.tiles, s.panels);
+  }
+#endif
+}
+
+// ---- on the host ------------------------------------------------------------------------------------------------------
+
+template <class RowsOfFormat>
+SplitKernel few_heads_kernel(int heads) {
+  const auto of = []<class Config>(Config) -> SplitKernel {
+    static_assert(2 * (sizeof(few_heads::Storage<Config>) + 1024) <= 228 * 1024);
+    return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>)};
+  };
+  return heads == 8 ? of(few_heads::Config<RowsOfFormat, 8>{}) : of(few_heads::Config<RowsOfFormat, 16>{});
+}
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -1,0 +1,8 @@
+#include "ops/sparse_mla_decode/sm90/few_heads.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+template SplitKernel few_heads_kernel<RowsV4>(int);
+template SplitKernel few_heads_kernel<RowsV41>(int);
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -1,8 +1,0 @@
-#include "ops/sparse_mla_decode/gpu/split.hpp"
-
-namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
-
-template SplitKernel split_kernel<tile::ConvertedCodes, RowsV4>(int);
-template SplitKernel split_kernel<tile::ConvertedCodes, RowsV41>(int);
-
-}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
