@@ -214,7 +214,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
       for (int i = 0; i < Config::kHeads / 2; ++i) of_panel[i] *= scale[i / 4 * 2 + i % 2];
     }
   }
-  arch::wgmma_fence();
+  arch::wgmma_fence();  // kept: the output may have been rescaled after the fence of the scores
   HOPWELL_UNROLL
   for (int panel = 0; panel < 8; ++panel) {
     HOPWELL_UNROLL
