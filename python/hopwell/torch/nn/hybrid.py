@@ -18,35 +18,28 @@ from hopwell.torch.nn.rope import rotate_last
 
 HybridMode = Literal["sparse", "warm-up"]
 
-
-def _published_names() -> dict[str, str]:
-    """Names of tensors in transformers 5.24 → the published names, which the modules have. The names are those of
-    `DeepseekV4Attention`, and `norm.weight`, as `save_pretrained` calls the norm of window keys.
-    """
-    names = {
-        "norm.weight": "kv_norm.weight",
-        "q_a_proj.weight": "wq_a.weight",
-        "q_a_norm.weight": "q_norm.weight",
-        "q_b_proj.weight": "wq_b.weight",
-        "kv_proj.weight": "wkv.weight",
-        "o_a_proj.weight": "wo_a.weight",
-        "o_b_proj.weight": "wo_b.weight",
-        "sinks": "attn_sink",
-        "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
-        "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
-    }
-    compressor = {
-        "kv_proj.weight": "wkv.weight",
-        "gate_proj.weight": "wgate.weight",
-        "position_bias": "ape",
-        "kv_norm.weight": "norm.weight",
-    }
-    for theirs, published in {"compressor.": "compressor.", "compressor.indexer.": "indexer.compressor."}.items():
-        names |= {theirs + name: published + of_compressor for name, of_compressor in compressor.items()}
-    return names
-
-
-_PUBLISHED_NAMES = _published_names()
+# A tensor's name in `DeepseekV4Attention` of transformers 5.24, and its published name, which the module has. Files of
+# `save_pretrained` have published names, but `norm.weight` for the norm of window keys.
+PUBLISHED_NAMES = {
+    "q_a_proj.weight": "wq_a.weight",
+    "q_a_norm.weight": "q_norm.weight",
+    "q_b_proj.weight": "wq_b.weight",
+    "kv_proj.weight": "wkv.weight",
+    "norm.weight": "kv_norm.weight",
+    "o_a_proj.weight": "wo_a.weight",
+    "o_b_proj.weight": "wo_b.weight",
+    "sinks": "attn_sink",
+    "compressor.kv_proj.weight": "compressor.wkv.weight",
+    "compressor.gate_proj.weight": "compressor.wgate.weight",
+    "compressor.position_bias": "compressor.ape",
+    "compressor.kv_norm.weight": "compressor.norm.weight",
+    "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
+    "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
+    "compressor.indexer.kv_proj.weight": "indexer.compressor.wkv.weight",
+    "compressor.indexer.gate_proj.weight": "indexer.compressor.wgate.weight",
+    "compressor.indexer.position_bias": "indexer.compressor.ape",
+    "compressor.indexer.kv_norm.weight": "indexer.compressor.norm.weight",
+}
 
 
 class HCA(KeepsDtypes):
@@ -119,10 +112,10 @@ class HCA(KeepsDtypes):
         return cls(**hybrid_options(name, config, "heavily_compressed_attention", ratio), overlap=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for theirs, published in _PUBLISHED_NAMES.items():
+        for theirs, published in PUBLISHED_NAMES.items():
             if prefix + theirs in state_dict and prefix + published not in state_dict:
                 state_dict[prefix + published] = state_dict.pop(prefix + theirs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _compressor(self, d: int) -> KVCompressor:
         options = {"d_rope": self.d_rope, "norm_eps": self.norm_eps, "overlap": self._overlap, **self._rope_options}
