@@ -5,7 +5,8 @@ Shapes: b sequences, s tokens a sequence, d_model the width of the residual stre
 sequence, so the modules flatten [b, s] and shift each sequence's key indices by its place in the pack. The attention is
 the one of DeepSeek-V2 with the up-projections absorbed (the latent is key and value of every head), the indexer and its
 training the ones of the DeepSeek-V3.2 report. Options and names of parameters are those of DeepSeek-V3.2 and GLM-5,
-after `inference/model.py` of DeepSeek-V3.2-Exp and `deepseek_v32` and `glm_moe_dsa` of Hugging Face's transformers.
+after `inference/model.py` of DeepSeek-V3.2-Exp and `deepseek_v32` and `glm_moe_dsa` of Hugging Face's transformers;
+those of CSA and HCA are DeepSeek-V4's, after its `inference/model.py` and `deepseek_v4` of transformers.
 """
 
 from hopwell.torch.nn._module import RMSNorm

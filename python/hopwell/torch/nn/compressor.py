@@ -15,18 +15,23 @@ from hopwell.torch.nn.rope import Rope, Yarn, rotate_last
 
 
 def rope_of(module: str, theta: float, scaling: Mapping[str, Any] | None) -> Rope:
-    """The rotation of DeepSeek-V4: neighbouring columns, and YaRN without its factors of sine, cosine and softmax.
+    """The rotation of DeepSeek-V4: neighbouring columns, and YaRN without its factor of the softmax.
 
     scaling has the names of Hugging Face's `rope_scaling`: factor, original_max_position_embeddings, beta_fast,
-    beta_slow.
+    beta_slow, and attention_factor, the factor of sine and cosine (1 if it is missing).
     """
-    if not scaling or scaling.get("rope_type", scaling.get("type")) == "default":
+    if not scaling:
+        return Rope(float(theta), True)
+    kind = scaling.get("rope_type") or scaling.get("type") or "yarn"
+    require(kind in ("default", "yarn"), module, "rope_scaling", "of type 'default' or 'yarn'", kind)
+    if kind == "default":
         return Rope(float(theta), True)
     for name in ("factor", "original_max_position_embeddings"):
         require(name in scaling, module, "rope_scaling", f"a dict with {name}", dict(scaling))
     context = int(scaling["original_max_position_embeddings"])
-    fast, slow = float(scaling.get("beta_fast", 32)), float(scaling.get("beta_slow", 1))
-    return Rope(float(theta), True, Yarn(float(scaling["factor"]), context, fast, slow, attention_factor=1.0))
+    fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+    amplitude = float(scaling.get("attention_factor") or 1)
+    return Rope(float(theta), True, Yarn(float(scaling["factor"]), context, fast, slow, attention_factor=amplitude))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,34 @@ from hopwell._checks import require
 from hopwell.torch import ops
 from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, backward_may_follow, check_tokens
 from hopwell.torch.nn.compressor import Documents, KVCompressor, rope_of
+from hopwell.torch.nn.config import hybrid_indexer_options, hybrid_options
 from hopwell.torch.nn.indexer import loss_over_tokens
 from hopwell.torch.nn.rope import rotate_last
 
 HybridMode = Literal["sparse", "warm-up"]
+
+# A tensor's name in `DeepseekV4Attention` of transformers 5.24, and its published name, which the module has. Files of
+# `save_pretrained` have published names, but `norm.weight` for the norm of window keys.
+PUBLISHED_NAMES = {
+    "q_a_proj.weight": "wq_a.weight",
+    "q_a_norm.weight": "q_norm.weight",
+    "q_b_proj.weight": "wq_b.weight",
+    "kv_proj.weight": "wkv.weight",
+    "norm.weight": "kv_norm.weight",
+    "o_a_proj.weight": "wo_a.weight",
+    "o_b_proj.weight": "wo_b.weight",
+    "sinks": "attn_sink",
+    "compressor.kv_proj.weight": "compressor.wkv.weight",
+    "compressor.gate_proj.weight": "compressor.wgate.weight",
+    "compressor.position_bias": "compressor.ape",
+    "compressor.kv_norm.weight": "compressor.norm.weight",
+    "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
+    "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
+    "compressor.indexer.kv_proj.weight": "indexer.compressor.wkv.weight",
+    "compressor.indexer.gate_proj.weight": "indexer.compressor.wgate.weight",
+    "compressor.indexer.position_bias": "indexer.compressor.ape",
+    "compressor.indexer.kv_norm.weight": "indexer.compressor.norm.weight",
+}
 
 
 class HCA(KeepsDtypes):
@@ -27,10 +51,12 @@ class HCA(KeepsDtypes):
 
     One latent of d columns is key and value of every head. RoPE turns its last d_rope columns, so that it turns `out`
     too, which is turned back by the query's position. `ratio` 0 is attention over the window alone. Parameters have the
-    names of DeepSeek-V4's published inference code, whose arithmetic it is. `attn_sink` stays float32 in a module of
-    another dtype.
+    names of DeepSeek-V4's published inference code, whose arithmetic it is. `from_config` makes a layer for a
+    configuration, and `load_state_dict` takes the tensors of a layer by their published names or by Hugging Face's.
+    `attn_sink` stays float32 in a module of another dtype.
 
     rope_theta None is 160,000 with a compressor, else 10,000. rope_scaling (YaRN) applies with a compressor only.
+    overlap: as in `KVCompressor`.
     """
 
     kept = ("attn_sink",)
@@ -50,6 +76,7 @@ class HCA(KeepsDtypes):
         norm_eps: float = 1e-6,
         rope_theta: float | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
+        overlap: bool | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -71,10 +98,27 @@ class HCA(KeepsDtypes):
         self.wo_a = nn.Linear(h_q * d // o_groups, o_groups * o_rank, bias=False)
         self.wo_b = nn.Linear(o_groups * o_rank, d_model, bias=False)
         self.attn_sink = nn.Parameter(torch.zeros(h_q, dtype=torch.float32))
+        self._overlap = overlap
         self.compressor = self._compressor(d) if ratio else None
 
+    @classmethod
+    def from_config(cls, config: object, *, ratio: int | None = None) -> Self:
+        """A layer with the sizes of a Hugging Face configuration of DeepSeek-V4, an object or a dict.
+
+        ratio: an element of `compress_ratios`. 0 is a layer with the window alone. None: the one in `compress_rates`,
+        else 128.
+        """
+        name = f"{cls.__name__}.from_config"
+        return cls(**hybrid_options(name, config, "heavily_compressed_attention", ratio), overlap=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for theirs, published in PUBLISHED_NAMES.items():
+            if prefix + theirs in state_dict and prefix + published not in state_dict:
+                state_dict[prefix + published] = state_dict.pop(prefix + theirs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _compressor(self, d: int) -> KVCompressor:
-        options = {"d_rope": self.d_rope, "norm_eps": self.norm_eps, **self._rope_options}
+        options = {"d_rope": self.d_rope, "norm_eps": self.norm_eps, "overlap": self._overlap, **self._rope_options}
         return KVCompressor(self.d_model, d, self.ratio, **options)
 
     def query_latent(self, x: Tensor) -> Tensor:
@@ -213,6 +257,16 @@ class CSA(HCA):
         compressor = self._compressor(d_index)
         self.indexer = CompressedIndexer(d_model, compressor, topk=topk, h_index=h_index, q_rank=q_rank)
         self.selected: Tensor | None = None
+
+    @classmethod
+    def from_config(cls, config: object, *, ratio: int | None = None) -> Self:
+        """A layer with the sizes of a Hugging Face configuration of DeepSeek-V4, an object or a dict.
+
+        ratio: an element of `compress_ratios`. None: the one in `compress_rates`, else 4. Windows overlap.
+        """
+        name = f"{cls.__name__}.from_config"
+        options = hybrid_options(name, config, "compressed_sparse_attention", ratio)
+        return cls(**options, **hybrid_indexer_options(name, config), overlap=True)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, mode: HybridMode = "sparse", *, cu_seqlens: Tensor | None = None, with_loss: bool | None = None

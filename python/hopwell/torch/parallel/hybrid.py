@@ -159,6 +159,11 @@ class ParallelHCA(nn.HCA):
         self.attn_sink = hca.attn_sink
         self.heads = heads
 
+    @classmethod
+    def from_config(cls, config: object, *, ratio: int | None = None) -> Self:
+        """As `nn.HCA.from_config`."""
+        return cls(nn.HCA.from_config(config, ratio=ratio))
+
     def _check(self, x: Tensor, shard: ContextShard) -> None:
         name = type(self).__name__
         check_tokens(name, x, self.d_model, self.wq_a)
@@ -222,6 +227,11 @@ class ParallelCSA(ParallelHCA):
     def __init__(self, csa: nn.CSA, heads: Group = None) -> None:
         super().__init__(csa, heads)
         self.indexer = csa.indexer
+
+    @classmethod
+    def from_config(cls, config: object, *, ratio: int | None = None) -> Self:
+        """As `nn.CSA.from_config`."""
+        return cls(nn.CSA.from_config(config, ratio=ratio))
 
     def forward(  # type: ignore[override]
         self, x: Tensor, shard: ContextShard, mode: HybridMode = "sparse", with_loss: bool | None = None
