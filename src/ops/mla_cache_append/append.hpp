@@ -3,7 +3,8 @@
 // Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
 // Roles     all warps are alike. They fetch the CTA's rows to L2 and meanwhile look through the slots of all later rows
 //           of the call. Then a warp writes one row at a time
-// Row       a lane has four adjacent columns of 128. The lanes of a group of codes compute the group's amax together
+// Row       a lane has four adjacent columns of 128, or 16 of 512. The lanes of a group of codes compute the group's amax
+//           together
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for another
 // Budget    14 KB of shared memory for slots and marks
 // Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2
@@ -29,8 +30,7 @@ struct Config {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kRows = 256;    // of a CTA at a time
   static constexpr int kMarks = 8192;  // a power of two
-  static constexpr int kColumns = 4;   // per lane
-  static constexpr int kAtOnce = 4;    // packs of columns that a lane loads before it uses the first
+  static constexpr int kColumns = 4;   // of a pack
 };
 
 struct Params {
@@ -129,12 +129,11 @@ HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t fir
   }
 }
 
-// Four columns of a row, before rotation.
-struct Columns {
-  float x[Config::kColumns];
-};
+// Four columns of a row.
 struct alignas(8) Pack {
   bf16 x[Config::kColumns];
+
+  HOPWELL_DEVICE float operator[](int i) const { return arch::to_float(x[i]); }
 };
 
 // A row of the call.
@@ -155,17 +154,14 @@ HOPWELL_DEVICE float load_column(const Params& p, const Row& row, int c) {
 HOPWELL_DEVICE bool is_rotated(const Params& p, int c) {
   return p.cos_sin != nullptr && c >= p.rope_first && c < p.rope_first + p.rope_columns;
 }
-HOPWELL_DEVICE Columns load_columns(const Params& p, const Row& row, int c) {
-  Columns columns;
-  if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns)) {
-    const Pack pack = arch::load_vector<Pack>(address_of(p, row, c));
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = arch::to_float(pack.x[i]);
-  } else {
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = load_column(p, row, c + i);
-  }
-  return columns;
+// Before rotation.
+HOPWELL_DEVICE Pack load_pack(const Params& p, const Row& row, int c) {
+  if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
+    return arch::load_vector<Pack>(address_of(p, row, c));
+  Pack pack;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kColumns; ++i) pack.x[i] = *address_of(p, row, c + i);
+  return pack;
 }
 
 // Column c of a row after its rotation, rounded to bf16.
@@ -182,11 +178,13 @@ HOPWELL_DEVICE float rotated(const Params& p, const Row& row, int c, float x) {
   return arch::to_float(arch::to_bf16(is_second ? x * cosine + other * sine : x * cosine - other * sine));
 }
 
-HOPWELL_DEVICE Columns columns_of(const Params& p, const Row& row, int c) {
-  Columns columns = load_columns(p, row, c);
+// Four columns after their rotation. A column that is not rotated keeps its bits, a NaN too.
+HOPWELL_DEVICE Pack pack_of(const Params& p, const Row& row, int c) {
+  Pack pack = load_pack(p, row, c);
   if (p.cos_sin != nullptr && c + Config::kColumns > p.rope_first && c < p.rope_first + p.rope_columns)
-    for (int i = 0; i < Config::kColumns; ++i) columns.x[i] = rotated(p, row, c + i, columns.x[i]);
-  return columns;
+    for (int i = 0; i < Config::kColumns; ++i)
+      if (is_rotated(p, c + i)) pack.x[i] = arch::to_bf16(rotated(p, row, c + i, pack[i]));
+  return pack;
 }
 
 // The largest magnitude of the lanes that have a group of codes.
@@ -195,24 +193,49 @@ HOPWELL_DEVICE float max_of_group(float x, int lanes) {
   return x;
 }
 
+// A lane's columns of a group of codes.
+template <int kPacks>
+struct Columns {
+  static constexpr int kCount = kPacks * Config::kColumns;
+  Pack packs[kPacks];
+
+  // The largest finite magnitude. finite: whether all columns are.
+  HOPWELL_DEVICE float amax(bool& finite) const {
+    uint32_t largest = 0;  // magnitude as bits of fp32
+    HOPWELL_UNROLL
+    for (const Pack& pack : packs) {
+      HOPWELL_UNROLL
+      for (const uint32_t word : arch::bit_cast<arch::Words2>(pack).w)
+        largest = std::max({largest, word << 16 & 0x7FFF0000, word & 0x7FFF0000});
+    }
+    finite = largest < 0x7F800000;
+    if (finite) return arch::bit_cast<float>(largest);
+    float of_finite = 0;
+    HOPWELL_UNROLL
+    for (const Pack& pack : packs) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Config::kColumns; ++i) of_finite = fmaxf(of_finite, finite_magnitude(pack[i]));
+    }
+    return of_finite;
+  }
+};
+
 // The scale of a lane's columns. The first lane of a group of codes stores the scale of the group.
 struct GroupScale {
   float scale;
   bool usual;  // the quotients of the lane's columns need no special cases
 };
-HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns& columns, int c, uint8_t* scales) {
+template <int kPacks>
+HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns<kPacks>& columns, int c, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
-  bool finite = true;
-  HOPWELL_UNROLL
-  for (const float x : columns.x) finite = finite && is_finite(x);
+  bool finite;
+  const float amax = columns.amax(finite);
   if (f.tile == 0) {
     const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
     return {scale, finite && scale >= 0x1p-60F && scale <= 0x1p60F};
   }
-  float amax = 0;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kColumns; ++i) amax = fmaxf(amax, finite_magnitude(columns.x[i]));
-  const float scale = scale_of(max_of_group(amax, (1 << p.tile_bits) / Config::kColumns), p.pow2, p.least_exponent);
+  const float scale =
+      scale_of(max_of_group(amax, (1 << p.tile_bits) / Columns<kPacks>::kCount), p.pow2, p.least_exponent);
   if (c < f.codes && c % (1 << p.tile_bits) == 0) {
     if (f.scale == mla_cache::Scale::fp32)
       *reinterpret_cast<float*>(scales + 4 * (c >> p.tile_bits)) = scale;
@@ -225,76 +248,75 @@ HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns& columns, i
 // The code of a column, whatever the column and the scale are. Not inline, because it is rare.
 HOPWELL_NO_INLINE uint32_t code_of(float x, float scale) { return code_of_quotient(x, x / scale); }
 
-// The codes of four columns.
-template <class Encode>
-HOPWELL_DEVICE uint32_t codes_of(const Columns& columns, const GroupScale& group, bool is_power) {
-  const float scale = group.scale;
-  uint32_t codes = 0;
-  if (arch::ballot(!group.usual) != 0) {
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kColumns; ++i) codes |= code_of(columns.x[i], scale) << 8 * i;
-    return codes;
-  }
-  // The exact quotient: times a power of two, or as corrected by its remainder (Markstein).
-  const float reciprocal = 1 / scale;
-  float quotients[Config::kColumns];
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kColumns; ++i) {
-    const float x = columns.x[i], quotient = x * reciprocal;
-    quotients[i] = is_power ? quotient : copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
-  }
-  return Encode::codes(quotients);
-}
+// The codes of a lane's columns, four in a word.
+template <class Encode, int kPacks>
+struct Codes {
+  uint32_t words[kPacks];
 
-template <class Encode>
+  HOPWELL_DEVICE Codes(const Columns<kPacks>& columns, const GroupScale& group, bool is_power) {
+    const float scale = group.scale;
+    if (arch::ballot(!group.usual) != 0) {
+      HOPWELL_UNROLL
+      for (int n = 0; n < kPacks; ++n) {
+        uint32_t codes = 0;
+        HOPWELL_UNROLL
+        for (int i = 0; i < Config::kColumns; ++i) codes |= code_of(columns.packs[n][i], scale) << 8 * i;
+        words[n] = codes;
+      }
+      return;
+    }
+    // The exact quotient: times a power of two, or as corrected by its remainder (Markstein).
+    const float reciprocal = 1 / scale;
+    HOPWELL_UNROLL
+    for (int n = 0; n < kPacks; ++n) {
+      float quotients[Config::kColumns];
+      HOPWELL_UNROLL
+      for (int i = 0; i < Config::kColumns; ++i) {
+        const float x = columns.packs[n][i], quotient = x * reciprocal;
+        quotients[i] = is_power ? quotient : copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
+      }
+      words[n] = Encode::codes(quotients);
+    }
+  }
+};
+
+template <class Encode, int kPacks>
 HOPWELL_DEVICE void store_codes(const Params& p, const Row& row, uint8_t* data, uint8_t* scales) {
-  constexpr int kStep = 32 * Config::kColumns;
+  constexpr int kOfLane = Columns<kPacks>::kCount;
   const mla_cache::Format& f = p.format;
   const int lane = arch::lane_index();
-  const bool is_power = f.tile > 0 && p.pow2;
-  for (int first = 0; first < f.codes; first += Config::kAtOnce * kStep) {
-    Columns columns[Config::kAtOnce];
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kAtOnce; ++i) {
-      const int c = first + i * kStep + lane * Config::kColumns;
-      columns[i] = c < f.codes ? columns_of(p, row, c) : Columns{};
+  for (int first = 0; first < f.codes; first += 32 * kOfLane) {
+    const int c = first + lane * kOfLane;
+    Columns<kPacks> columns{};
+    if (c < f.codes) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kPacks; ++i) columns.packs[i] = pack_of(p, row, c + i * Config::kColumns);
     }
-    HOPWELL_UNROLL
-    for (int i = 0; i < Config::kAtOnce; ++i) {
-      const int c = first + i * kStep + lane * Config::kColumns;
-      const uint32_t codes = codes_of<Encode>(columns[i], store_scale(p, columns[i], c, scales), is_power);
-      if (c < f.codes) *reinterpret_cast<uint32_t*>(data + c) = codes;
-    }
+    const GroupScale group = store_scale(p, columns, c, scales);
+    const Codes<Encode, kPacks> codes(columns, group, f.tile > 0 && p.pow2);
+    if (c >= f.codes) continue;
+    if constexpr (kPacks == 4)
+      arch::store_vector(data + c, arch::Words4{{codes.words[0], codes.words[1], codes.words[2], codes.words[3]}});
+    else
+      *reinterpret_cast<uint32_t*>(data + c) = codes.words[0];
   }
   if (f.scale == mla_cache::Scale::ue8m0 && f.tiles() + lane < f.scale_pitch) scales[f.tiles() + lane] = 0;
 }
 
-// Four plain columns. A column that is not rotated keeps its bits, a NaN too.
-HOPWELL_DEVICE Pack plain_columns(const Params& p, const Row& row, int c) {
-  if (p.cos_sin == nullptr && p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
-    return arch::load_vector<Pack>(address_of(p, row, c));
-  Pack pack;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kColumns; ++i) {
-    pack.x[i] = *address_of(p, row, c + i);
-    if (is_rotated(p, c + i)) pack.x[i] = arch::to_bf16(rotated(p, row, c + i, arch::to_float(pack.x[i])));
-  }
-  return pack;
-}
-
-template <class Encode>
+template <class Encode, int kPacks>
 HOPWELL_DEVICE void store_row(const Params& p, const Row& row, uint8_t* data, uint8_t* scales) {
   const mla_cache::Format& f = p.format;
-  if (f.codes > 0) store_codes<Encode>(p, row, data, scales);
+  if (f.codes > 0) store_codes<Encode, kPacks>(p, row, data, scales);
   const int lane = arch::lane_index();
   for (int c = lane * Config::kColumns; c < f.plain; c += 32 * Config::kColumns)
-    arch::store_vector(data + f.plain_at + 2 * c, plain_columns(p, row, f.codes + c));
+    arch::store_vector(data + f.plain_at + 2 * c, pack_of(p, row, f.codes + c));
   for (int byte = 4 * lane; byte < f.reserved; byte += 4 * 32)
     *reinterpret_cast<uint32_t*>(data + f.data_pitch - f.reserved + byte) = 0;
 }
 
-template <class Encode>
-__global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const __grid_constant__ Params p) {
+// kPacks: of four columns for each lane.
+template <class Encode, int kPacks>
+__global__ void __launch_bounds__(Config::kThreads, 4) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
   const int64_t begin = arch::block_index() * p.rows_of_cta, end = std::min(begin + p.rows_of_cta, p.n);
   for (int64_t first = begin; first < end; first += Config::kRows) {
@@ -306,7 +328,7 @@ __global__ void __launch_bounds__(Config::kThreads) mla_cache_append_rows(const 
     arch::syncthreads();
     for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
       if (s.slots[i] >= 0 && s.replaced[i] == 0)
-        store_row<Encode>(p, Row(p, first + i), p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
+        store_row<Encode, kPacks>(p, Row(p, first + i), p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
     arch::syncthreads();  // the next rows overwrite slots and marks
   }
 }

@@ -56,8 +56,10 @@ void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
   Params params = params_of(problem);
   params.rows_of_cta = tile::ceil_div(problem.n, 3 * problem.device.sms);
+  // With 16 columns a lane needs fewer instructions for each of them, but a row of 128 columns has only eight lanes.
+  const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
   runtime::launch(
-      "mla_cache_append", mla_cache_append_rows<Encode>,
+      "mla_cache_append", is_long ? mla_cache_append_rows<Encode, 4> : mla_cache_append_rows<Encode, 1>,
       runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage)),
       stream, params);
 }
