@@ -403,13 +403,11 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);
-    const int producer = warp - 4 * Config::kGroups;
-    if (producer == 0) {
+    if (warp == 4 * Config::kGroups) {
       produce_keys(p, s, part);
       produce_tiles(p, s, part);
-    } else {
-      produce_weights<kMasked>(p, s, part, producer - 1, [] {});
     }
+    if (warp > 4 * Config::kGroups) produce_weights<kMasked>(p, s, part, warp - 4 * Config::kGroups - 1, [] {});
   }
 #endif
 }
