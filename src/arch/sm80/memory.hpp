@@ -14,10 +14,9 @@ struct alignas(8) Words2 {
   uint32_t w[2];
 };
 
-/// A load or store of a type of 4, 8 or 16 bytes that is aligned to its size, or of a larger one in steps of 16. nvcc
-/// compiles a load to one instruction for each step. It compiles a store of a struct of 16-bit numbers to one instruction
-/// for each number, so the store is written in PTX. The emulator reports a misaligned access; it cannot do so for a plain
-/// C++ access, because the host compiler splits vectors. PTX: #data-movement-and-conversion-instructions-st
+/// A load or store of a vector type that is aligned to its size. nvcc compiles a load to one instruction, and most stores:
+/// see store_words. The emulator reports a misaligned one; it cannot do so for a plain C++ access, because the host
+/// compiler splits vectors.
 template <class Vector>
 HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if !HOPWELL_ON_DEVICE
@@ -26,29 +25,31 @@ HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site sit
   return *static_cast<const Vector*>(pointer);
 }
 template <class Vector>
-HOPWELL_DEVICE void store_vector(void* pointer, const Vector& vector, [[maybe_unused]] Site site = Site::current()) {
-  constexpr size_t kBytes = sizeof(Vector), kSteps = (kBytes + 15) / 16, kStep = kBytes / kSteps;
-  static_assert(alignof(Vector) == kStep && (kStep == 4 || kStep == 8 || kStep == 16));
-#if HOPWELL_ON_DEVICE
-  struct Words {
-    uint32_t w[kSteps][kStep / 4];
-  };
-  const auto words = bit_cast<Words>(vector);
-  HOPWELL_UNROLL
-  for (size_t i = 0; i < kSteps; ++i) {
-    const auto& w = words.w[i];
-    unsigned char* const to = static_cast<unsigned char*>(pointer) + 16 * i;
-    if constexpr (kStep == 4)
-      asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(w[0]) : "memory");
-    else if constexpr (kStep == 8)
-      asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
-    else
-      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-                   : "memory");
-  }
-#else
+HOPWELL_DEVICE void store_vector(void* pointer, const Vector& v, [[maybe_unused]] Site site = Site::current()) {
+#if !HOPWELL_ON_DEVICE
   emu::require_global("st.v", pointer, alignof(Vector), site);
-  *static_cast<Vector*>(pointer) = vector;
+#endif
+  *static_cast<Vector*>(pointer) = v;
+}
+
+/// st.global.v2 and st.global.v4 as PTX: always one instruction. nvcc may split the store of a struct, as store_vector
+/// writes it, into its elements. PTX: #data-movement-and-conversion-instructions-st
+HOPWELL_DEVICE void store_words(void* pointer, const Words2& v, [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]) : "memory");
+#else
+  emu::require_global("st.v2", pointer, 8, site);
+  *static_cast<Words2*>(pointer) = v;
+#endif
+}
+HOPWELL_DEVICE void store_words(void* pointer, const Words4& v, [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+               "r"(v.w[3])
+               : "memory");
+#else
+  emu::require_global("st.v4", pointer, 16, site);
+  *static_cast<Words4*>(pointer) = v;
 #endif
 }
 

@@ -42,7 +42,8 @@ struct alignas(sizeof(T) * kColumns) Columns {
     Columns rounded;
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) tile::from_fp32(x[i], &rounded.x[i]);
-    if (aligned) return arch::store_vector(to, rounded);
+    using Words = std::conditional_t<sizeof(Columns) == 8, arch::Words2, arch::Words4>;
+    if (aligned) return arch::store_words(to, arch::bit_cast<Words>(rounded));
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) to[i] = rounded.x[i];
   }
