@@ -56,7 +56,7 @@ void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
   Params params = params_of(problem);
   params.rows_of_cta = tile::ceil_div(problem.n, 3 * problem.device.sms);
-  // With 16 columns a lane needs fewer instructions for each of them, but a row of 128 columns has only eight lanes.
+  // With 16 columns a lane needs fewer instructions a column. A row of 128 columns would leave most of a warp idle.
   const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
   runtime::launch(
       "mla_cache_append", is_long ? mla_cache_append_rows<Encode, 4> : mla_cache_append_rows<Encode, 1>,

@@ -96,7 +96,7 @@ HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<
   return box.page >= 0 ? 0 : ((1U << launch.box_rows / 8) - 1) << row / 8;
 }
 
-// Copies a third of an item's key tiles. Lanes look up the pages of all boxes together, then lane 0 copies one box after
+// Copies a third of an item's key tiles. A warp looks up the pages of all boxes together, then lane 0 copies one box after
 // another. Each of the three producers of weights has keys of every item, so none waits for a slot that is two rounds of
 // the ring away.
 template <class T>

@@ -57,7 +57,7 @@ constexpr int kConsumerBarrier = kQueryBarrier;
 // The head and the key of a thread's value i of a product.
 struct Place {
   static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + arch::lane_index() % 4 * 2 + h % 2; }
-  // Without warp_index(), because some lanes of a warp call it without the others.
+  // Without warp_index(), which a whole warp must call.
   static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + arch::lane_index() / 4 + 8 * r; }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };

@@ -19,20 +19,20 @@ struct KeyTile {
   using Row = TheRow;
   static constexpr int kKeys = 64, kStages = kTheStages;
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64;
-  static constexpr int kProducers = kTheProducers, kProducingWarps = kProducers / 32;  // the last ones of the CTA
+  static constexpr int kProducers = kTheProducers, kProducingWarps = kProducers / 32;  // the CTA's last warps
   static constexpr int kReadingWarps = 4;                                              // that release a group
   static constexpr int kListed = 128;  // entries that are listed at a time
 
   static constexpr int kPanelsOfGroup = 4, kRopeGroup = 2, kGroups = kPanels > 8 ? 3 : 2;
   static constexpr HOPWELL_HOST_DEVICE int group_of(int panel) { return panel / kPanelsOfGroup; }
 
-  // Rows of bf16 are copied unmodified. Of rows of codes, one panel of bf16 is: RoPE of V3.2, or the last one of V4.
+  // Rows of bf16 are copied unmodified. So is one panel of rows of codes: RoPE of V3.2, or V4's last panel.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
 };
 
-// The panels of a ring's stages. A kernel's storage has them as `alignas(1024) KeyPanels<…> panels`, apart from KeyTiles,
-// whose size would otherwise be a multiple of 1,024 bytes.
+// The panels of a ring's stages, 1,024-byte aligned. They are no member of KeyTiles, whose size would then be a multiple of
+// 1,024 bytes.
 template <class Tile>
 using KeyPanels = unsigned char[Tile::kStages][Tile::kPanels * tile::kPanelBytes];
 

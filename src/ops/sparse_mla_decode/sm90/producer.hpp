@@ -1,13 +1,13 @@
 // The kernels of sparse_mla_decode for Hopper: the producers, which fill tiles with rows of bf16 (key_tiles.hpp).
 //
 // Codes go from global memory to registers, are decoded and stored to panels. A lane has 16 codes of one row in every
-// panel, or of two rows eight apart: of row lane / 4 of its warp's, chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight lanes store to eight
-// different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of codes, go to the panels
-// by cp.async.
+// panel, or of two rows: rows lane / 4 and lane / 4 + 8 of its warp, chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight
+// lanes of a warp store to eight different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16 part of
+// rows of codes, go to the panels by cp.async.
 //
-// When a warp has decoded its codes of a tile, it loads those of the next tile into their registers. It does not load
-// between codes that it decodes: ptxas gives all of these loads one scoreboard, so each use of a loaded register waits for
-// every load before it.
+// When a warp has decoded a tile, it loads its codes of the next tile into the same registers. It does not load between
+// codes that it decodes: ptxas gives all of these loads one scoreboard, so each use of a loaded register waits for every
+// load before it.
 //
 // Rows past the last key of a tile repeat that key. Their scores are masked, so they add 0 times values that the query
 // has selected.
@@ -123,11 +123,11 @@ struct LaneRows {
   using Row = typename Tile::Row;
   static constexpr int kRowsOfWarp = Tile::kKeys / Tile::kProducingWarps, kCount = kRowsOfWarp / 8;
 
-  // Of the tile: the first row of the warp, and row i of the lane. Not by warp_index(), because lanes call it alone.
+  // Of the tile: the first row of the warp, and row i of the lane. Without warp_index(), which a whole warp must call.
   static HOPWELL_DEVICE int first() { return TilesOfSplit<Tile>::thread() / 32 * kRowsOfWarp; }
   static HOPWELL_DEVICE int number(int i) { return first() + arch::lane_index() / 4 + 8 * i; }
 
-  // Keeps the addresses, for the lanes of the same warp. They read them after the warp has synchronised.
+  // Keeps the addresses for the same warp, which reads them after it has synchronised.
   static HOPWELL_DEVICE void find(const TilesOfSplit<Tile>& tiles) {
     if (arch::lane_index() % 4 != 0) return;
     HOPWELL_UNROLL
@@ -146,7 +146,7 @@ struct LaneRows {
   }
 };
 
-// Scales of a row as they are in the cache.
+// Scales of a row, unmodified.
 template <class Tile>
 struct RowScales {
   using Row = typename Tile::Row;
