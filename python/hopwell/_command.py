@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def info(command: list[str]) -> int:
     ran = subprocess.run(command, stdout=subprocess.PIPE if as_json else None, text=True, check=False)
     if ran.returncode != 0:
         return ran.returncode
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as the program: a reader that ends early is no error
     versions = {"python": platform.python_version(), "torch": None, "system": platform.platform()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["torch"] = importlib.metadata.version("torch")  # without an import, which takes seconds
