@@ -32,6 +32,7 @@ GPU ?= $(wildcard /dev/nvidia[0-9]*)
 COMPILE_ONLY := OFF
 test test-cpp test-python test-install: COMPILE_ONLY = $(if $(GPU),OFF,ON)
 LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF $(if $(GPU),,-DHOPWELL_CUDA=OFF)
+COMMAND_ALONE := -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_BUILD_PYTHON=OFF -DHOPWELL_EMULATOR=OFF -DHOPWELL_CUDA=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
@@ -149,12 +150,14 @@ bench: build
 bench-check: build
 	@$(PYTHON) -m hopwell.bench $(OPERATORS) --check benchmarks/results/*/peers*.json
 
-# Of the library nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. The tutorial's kernels are,
-# with the emulator, for a minute the first time: a page shows what they do. Any warning is an error.
-docs: environment
+# The Python reference is made of docstrings, the C++ one of the headers. The command is compiled without kernels, because pages show what it
+# lists; so are the tutorial's kernels with the emulator, because a page shows what they do. Any warning is an error.
+docs: setup
+	@cmake --preset cpu -B build/command $(COMMAND_ALONE) --log-level=WARNING >/dev/null
+	@cmake --build build/command --parallel $(JOBS) --target hopwell_cli
 	@scripts/setup.sh packages doxygen
 	@scripts/setup.sh documents
-	@$(PYTHON) -m sphinx -b html -E -W --keep-going -j auto docs build/docs/html
+	@HOPWELL_COMMAND=build/command/hopwell $(PYTHON) -m sphinx -b html -E -W --keep-going -j auto docs build/docs/html
 	@echo "open build/docs/html/index.html"
 
 test-docs: docs

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -85,8 +86,8 @@ def refusals() -> dict[tuple[str, str], list[str]]:
     """Returns, by operator and backend, the reasons for which a backend does not support a case of the test suite."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "cases.json"
-        command = [Path(sys.executable).with_name("hopwell"), "check", "--list", "--json", listed]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        program = os.environ.get("HOPWELL_COMMAND", Path(sys.executable).with_name("hopwell"))
+        subprocess.run([program, "check", "--list", "--json", listed], check=True, stdout=subprocess.DEVNULL)
         operators = json.loads(listed.read_text())["operators"]
     found: dict[tuple[str, str], list[str]] = {}
     for operator in operators:
