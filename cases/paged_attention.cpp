@@ -69,7 +69,7 @@ void add_shapes(std::vector<Config>& all) {
             {.name = "row_of_" + std::to_string(d) + (layout == HOPWELL_CACHE_NHD ? "_nhd_" : "_hnd_") + type_name,
              .dtype = dtype,
              .layout = layout,
-             .lengths = {2, 37},
+             .lengths = {2, 37, 65},
              .h_q = 8,
              .h_kv = 8,
              .d = d,
