@@ -23,6 +23,9 @@ JOBS ?= $(shell nproc)
 # With a CUDA compiler the CUDA backends are built too; a GPU is only needed to run them.
 PRESET ?= $(if $(shell command -v nvcc),cuda,cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python keeps the modules that it compiles, also where the environment says otherwise: setup.sh leaves them to the first import,
+# and each process of a test would compile PyTorch's 900 again, for 2 to 4 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 # What `make demo` leaves out of a first build, and any `make build` then adds in the same folder: the command, the tests, the
 # emulated GPUs and, where there is no NVIDIA device, kernels for one.

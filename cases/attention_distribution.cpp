@@ -124,6 +124,10 @@ Suite attention_distribution() {
         .device_only = true;
   }
   for (const std::string& name : long_sparse_mla_cases()) leave_to_nightly(suite, {name, name + "_l1"});
+  // Masks and long rows run without L1 normalisation, and normalisation runs with short rows.
+  leave_to_nightly(suite, {"hot_row*", "many_tiles_l1", "key_ranges_h_q_128_l1", "key_ranges_l1", "causal_positions_l1",
+                           "kv_stride_4_positions_l1", "dense_causal_l1", "dense_key_ranges_l1", "topk_2049_l1"});
+  leave_to_nightly(suite, {"many_tiles", "key_ranges_h_q_128", "d_qk_528_h_q_70", "production"}, "sm80");
   suite.bench = [](const Settings& settings, Random& random) {
     const SparseMla problem = sparse_mla_from(settings);
     return make(random, problem, {.ascending = problem.indices == SparseMla::Indices::kAscending}, true);

@@ -251,12 +251,15 @@ const Case& Suite::case_named(const std::string& name) const {
   throw std::logic_error(op + " has no case " + name);
 }
 
-void leave_to_nightly(Suite& suite, const std::vector<std::string>& names) {
-  for (const std::string& name : names) {
-    const auto of_name = [&](const Case& c) { return c.name == name; };
-    const auto found = std::find_if(suite.cases.begin(), suite.cases.end(), of_name);
-    if (found == suite.cases.end()) throw std::logic_error(suite.op + " has no case " + name);
-    found->nightly = true;
+void leave_to_nightly(Suite& suite, const std::vector<std::string>& globs, std::string_view targets) {
+  for (const std::string& glob : globs) {
+    bool found = false;
+    for (Case& c : suite.cases) {
+      if (!matches(c.name, glob)) continue;
+      (c.nightly_on += c.nightly_on.empty() ? "" : " ") += targets;
+      found = true;
+    }
+    if (!found) throw std::logic_error(suite.op + " has no case " + glob);
   }
 }
 

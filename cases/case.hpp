@@ -161,13 +161,15 @@ struct Case {
   bool device_only = false;           // too large for anything but a GPU
   bool emulated = true;               // false: too large for the emulator
   bool for_model = false;             // emulated only for the time model
-  bool nightly = false;               // emulated by `make nightly` only, because shorter cases reach the same code
+  std::string nightly_on = {};        // targets, such as "sm80 sm90", that only `make nightly` emulates, because
+                                      // shorter cases reach the same code
   std::string_view emulated_on = {};  // such as "emu:sm90", if the case covers no further code on other backends
   bool on_cpu = true;                 // false: not on the CPU either, which would take long
   [[nodiscard]] bool suits(const std::string& backend, bool modelled = false, bool at_night = false) const {
     if (backend == "cpu" && !on_cpu) return false;
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
-    return emulated && !device_only && (modelled || !for_model) && (at_night || !nightly) &&
+    return emulated && !device_only && (modelled || !for_model) &&
+           (at_night || nightly_on.find(backend.substr(4)) == std::string::npos) &&
            (emulated_on.empty() || backend == emulated_on);
   }
 };
@@ -203,8 +205,10 @@ struct Suite {
   [[nodiscard]] const Case& case_named(const std::string& name) const;  // throws if the suite has no such case
 };
 
-// Marks the cases of these names as nightly. A name without a case is an error.
-void leave_to_nightly(Suite& suite, const std::vector<std::string>& names);
+// Leaves the cases whose names match a glob to `make nightly`, on the emulated backends of some targets. A glob that matches
+// no case is an error.
+inline constexpr std::string_view kAllTargets = "sm80 sm90 sm100";
+void leave_to_nightly(Suite& suite, const std::vector<std::string>& globs, std::string_view targets = kAllTargets);
 
 const std::vector<Suite>& suites();  // all operators, in the order of src/ops
 

@@ -281,21 +281,21 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
        {.attention = {.dtype = fp32, .s_q = 3, .s_kv = 300, .h_q = 3, .d_qk = 48, .d_v = 32}, .d_index = 24}},
       {"any_order", {.attention = {.s_q = 5, .s_kv = 200}, .deterministic = false}},
       {"causal",
-       {.attention = {.s_q = 20, .s_kv = 150, .h_q = 8, .positions = Positions::kStart, .q_start = 60}, .h_index = 4}},
+       {.attention = {.s_q = 10, .s_kv = 150, .h_q = 8, .positions = Positions::kStart, .q_start = 60}, .h_index = 4}},
       {"causal_any_order",
        {.attention = {.s_q = 9, .s_kv = 150, .positions = Positions::kStart, .q_start = 141},
         .h_index = 64,
         .deterministic = false}},
       {"causal_before_the_first", {.attention = {.s_q = 6, .s_kv = 70, .positions = Positions::kStart, .q_start = -3}}},
       {"kv_stride_4",
-       {.attention = {.s_q = 24, .s_kv = 90, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4}, .h_index = 4}},
+       {.attention = {.s_q = 12, .s_kv = 90, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4}, .h_index = 4}},
       {"key_ranges",
-       {.attention = {.s_q = 24, .s_kv = 150, .h_q = 8, .ranges = true}, .h_index = 4, .row_weights = true}},
+       {.attention = {.s_q = 15, .s_kv = 150, .h_q = 8, .ranges = true}, .h_index = 4, .row_weights = true}},
       {"key_ranges_fp32",
        {.attention = {.dtype = fp32, .s_q = 24, .s_kv = 900, .h_q = 3, .d_qk = 48, .d_v = 32, .ranges = true},
         .d_index = 24}},
       {"key_ranges_kv_stride_4_positions",
-       {.attention = {.s_q = 24, .s_kv = 90, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true},
+       {.attention = {.s_q = 15, .s_kv = 90, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true},
         .h_index = 4}},
       // Several passes over the queries.
       {"documents",
@@ -303,7 +303,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
       {"documents_any_order",
        {.attention = {.s_q = 40, .s_kv = 5000, .h_q = 8}, .h_index = 4, .document = 70, .deterministic = false}},
       {"production",
-       {.attention = {.s_q = 2, .s_kv = 700, .h_q = 128, .sm_scale = 0.0417F, .q_size = 1}, .h_index = 64}},
+       {.attention = {.s_q = 2, .s_kv = 400, .h_q = 128, .sm_scale = 0.0417F, .q_size = 1}, .h_index = 64}},
       {"one_head", {.attention = {.s_q = 3, .s_kv = 140, .h_q = 1}, .h_index = 1}},
       {"h_q_64", {.attention = {.s_q = 3, .s_kv = 140, .h_q = 64}, .h_index = 32, .deterministic = false}},
       {"h_q_200_many_index_heads", {.attention = {.s_q = 2, .s_kv = 140, .h_q = 200}, .h_index = 130, .d_index = 64}},
@@ -328,7 +328,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
       {"strided", {.attention = {.s_q = 4, .s_kv = 140, .strided = true, .gap = 8}, .row_weights = true}},
       // Query groups with the same first key; the last group is partial.
       {"groups_h_8",
-       {.attention = {.s_q = 33, .s_kv = 100, .positions = Positions::kStart, .q_start = 60}, .h_index = 8}},
+       {.attention = {.s_q = 17, .s_kv = 100, .positions = Positions::kStart, .q_start = 76}, .h_index = 8}},
       {"groups_h_16_any_order",
        {.attention = {.s_q = 29, .s_kv = 131, .positions = Positions::kStart, .q_start = 102},
         .row_weights = true,
@@ -352,7 +352,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
         .h_index = 64,
         .deterministic = false}},
       {"groups_key_ranges",
-       {.attention = {.s_q = 40, .s_kv = 150, .ranges = true}, .h_index = 24, .row_weights = true}},
+       {.attention = {.s_q = 26, .s_kv = 150, .ranges = true}, .h_index = 24, .row_weights = true}},
       {"groups_nan_keys",
        {.attention = {.s_q = 18, .s_kv = 140, .positions = Positions::kStart, .q_start = 110},
         .h_index = 32,
@@ -442,6 +442,8 @@ Suite indexer_dense_loss() {
     // Other backends do not group queries. groups_h_33 is the only case with more than 32 heads that do not fill 64.
     if (name.starts_with("groups_") && name != "groups_h_33") suite.cases.back().emulated_on = "emu:sm90";
   }
+  leave_to_nightly(suite, {"documents_any_order", "groups_wrong_lse"});
+  leave_to_nightly(suite, {"causal_any_order"}, "sm80");
   suite.bench = [](const Settings& settings, Random& random) { return make(random, problem_from(settings), true); };
   suite.unsupported = {{"sm80 sm90", "attention_distribution: needs bfloat16 q and kv", "*_fp32"},
                        {"sm90", "attention_distribution: needs d_qk 576 or 512", "d_qk_64"}};

@@ -488,6 +488,8 @@ Suite nvfp4_linear() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
   };
+  // longer_k_n_10 is a subject, which also runs on larger devices.
+  leave_to_nightly(suite, {"longer_k_n_10", "n_3_pair_16_warps"}, "sm90");
   suite.unsupported = {
       {"sm90",
        "needs x and weight rows 16-byte aligned, a non-negative weight stride, scale rows 4-byte aligned, K at "
@@ -549,6 +551,8 @@ Suite nvfp4_matmul() {
   suite.bench = [](const Settings& settings, Random& random) {
     return make_matmul(random, {.m = number(settings, "M"), .n = number(settings, "N"), .k = number(settings, "K")});
   };
+  leave_to_nightly(suite, {"rows_257_columns_513", "longer_k_rows_140_columns_130", "many_rows_of_both"}, "sm80");
+  leave_to_nightly(suite, {"few_rows_of_a_blocked"}, "sm90");
   suite.unsupported = {
       {"sm90", "slower than sm80 for M = 1 or N = 1, which decodes nothing first",
        "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything reciprocal_alpha_m_1"},

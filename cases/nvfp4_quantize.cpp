@@ -298,6 +298,7 @@ Suite nvfp4_quantize() {
                                   .dtype = DType::kBFloat16,
                                   .global = number(settings, "given") != 0 ? std::optional(1.9e-3F) : std::nullopt});
   };
+  leave_to_nightly(suite, {"many_pairs_bf16"});  // on the emulator's four SMs the other size runs the same kernels
   suite.allocating = {"own_global_ties_bf16", "blocked"};
   suite.subjects = {
       {"nvfp4_quantize", "emu:sm80", {"basic", "blocked", "bf16"}, 8, 2},

@@ -652,6 +652,9 @@ Suite sparse_mla_decode() {
                  .keys_per_split = number(settings, "keys_per_split")},
                 true);
   };
+  leave_to_nightly(suite, {"splits_256"});  // splits_320 has splits of several tiles too
+  leave_to_nightly(suite, {"splits_many_queries", "splits_of_two_tiles", "bf16_many_tiles", "v4_splits_h_q_96"},
+                   "sm80");
   suite.unsupported = {
       {"sm80 sm90", "needs q of bfloat16", "fp32 fp32_q fp32_v32"},
       {"sm80 sm90", "needs a cache of bfloat16 or of bytes", "fp32_cache"},

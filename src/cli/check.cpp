@@ -125,7 +125,6 @@ int check(const CheckOptions& options) {
   if (options.list) return list_cases(options);
   const auto begin = std::chrono::steady_clock::now();
   if (options.device != 0) cases::cuda::use_device(options.device);
-  if (!options.checker) setenv("HOPWELL_EMULATOR_CHECKER", "off", 1);
   nlohmann::json records = nlohmann::json::array();
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
   std::vector<std::string> failed, names;
@@ -151,13 +150,18 @@ int check(const CheckOptions& options) {
           bool taken = true;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
-            // A case's two calls run under two schedules. Two seeds cover the three asynchronous policies.
-            const auto choose_schedule = [&](std::uint64_t number) {
-              if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(number).c_str(), 1);
+            // A case's two calls run under two schedules. The number of the case chooses the first, so that successive
+            // cases begin with each of the three asynchronous policies in turn.
+            const auto of_case = static_cast<std::uint64_t>(&c - suite.cases.data());
+            const auto choose_schedule = [&](std::uint64_t call) {
+              if (!backend.starts_with("emu:")) return;
+              setenv("HOPWELL_EMULATOR_SEED", std::to_string(2 * seed - 1 + of_case + call).c_str(), 1);
+              const bool checked = options.checker && (call == 0 || !options.light);
+              if (!options.checker || options.light) setenv("HOPWELL_EMULATOR_CHECKER", checked ? "on" : "off", 1);
             };
-            choose_schedule(2 * seed - 1);
+            choose_schedule(0);
             const std::clock_t start = std::clock();
-            const cases::Report report = cases::run(c, backend, seed, [&] { choose_schedule(2 * seed); });
+            const cases::Report report = cases::run(c, backend, seed, [&] { choose_schedule(1); });
             const double seconds = double(std::clock() - start) / CLOCKS_PER_SEC;
             tally.add(report);
             taken = !report.unsupported;

@@ -23,6 +23,7 @@ struct CheckOptions {
   int device = 0;        // CUDA device on which CUDA backends run; device 0 stays the current one
   bool quick = false;    // a few cases of each operator and backend
   bool checker = true;   // on emulated backends: find races, not only wrong numbers and hangs
+  bool light = false;    // on emulated backends: find races in the first call of a case only
   bool nightly = false;  // on emulated backends: also the cases whose code shorter cases reach
   bool model = false;    // on emu:sm90 and emu:sm100: report the demand of each launch on the units of an SM
   bool list = false;     // list the cases, and which of them a backend does not support, and run none

@@ -103,6 +103,8 @@ CLI::App* add_check(CLI::App& app, CheckOptions& options) {
   command->add_flag_callback(
       "--no-checker", [&options] { options.checker = false; },
       "on emu: backends numbers and hangs only, no search for races");
+  command->add_flag("--light", options.light,
+                    "on emu: backends search for races in the first of a case's two calls only, as make test does");
   command->add_flag(
       "--model", options.model,
       "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, the limiting unit, and the fraction of "

@@ -28,6 +28,12 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
+def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator without its search for races, which takes more than half of the time. The cases have it."""
+    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
+
+
+@pytest.fixture
 def torch_seed(rng: np.random.Generator) -> None:
     """New random tensors in every run."""
     import torch

@@ -1,8 +1,16 @@
-"""The processes of test_parallel.py run this program: `parallel_worker.py TASK RANK RANKS FOLDER`."""
+"""The ranks of test_parallel.py. Each line of standard input is a launch, as JSON: [task, ranks, folder].
+
+The program imports PyTorch once and forks the ranks of each launch. When all have ended, it prints their exit codes and
+what they wrote to standard error: [[code, text], …].
+"""
 
 import copy
+import json
 import os
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +35,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 B, D_MODEL, STEPS = 2, 32, 6
 MODES: tuple[nn.Mode, ...] = ("sparse", "warm-up", "dense")  # modes of the steps, in turn
 TIMEOUT = {"die": timedelta(seconds=5)}  # other tasks: longer than a busy machine needs to start a rank
+LONGEST = 150  # seconds of a launch
 
 
 class Model(torch.nn.Module):
@@ -183,32 +192,70 @@ def compare(rank: int, folder: Path) -> dict[str, object]:
     return result
 
 
-def main() -> None:
-    task, rank, ranks, path = sys.argv[1:]
-    folder = Path(path)
+def run(task: str, rank: int, ranks: int, folder: Path) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{task}-{ranks}"), int(ranks))
+    store = dist.FileStore(str(folder / f"store-{task}-{ranks}"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=TIMEOUT.get(task, timedelta(seconds=60))
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT.get(task, timedelta(seconds=60))
     )
     if task == "compare":
-        torch.save(compare(int(rank), folder), folder / f"compare-{rank}.pt")
+        torch.save(compare(rank, folder), folder / f"compare-{rank}.pt")
         train("fsdp", folder / "by-two", 16, 0, STEPS // 2)
     elif task == "resume-by-one":
         torch.save(train("fsdp", folder / "by-two", 16, STEPS // 2, STEPS), folder / f"{task}.pt")
         train("fsdp", folder / "by-one", 16, 0, STEPS // 2)
     elif task == "resume-by-two":
         result = train("fsdp", folder / "by-one", 16, STEPS // 2, STEPS)
-        if rank == "0":
+        if rank == 0:
             torch.save(result, folder / f"{task}.pt")
     elif task == "die":
         shard = ContextShard.zigzag(16, dist.group.WORLD)
-        if rank == "1":
+        if rank == 1:
             os._exit(3)
         Model(None)(shard.split(torch.zeros(B, 16, D_MODEL)), shard)
     dist.barrier()  # if a rank leaves while another still sends to it, the other rank fails
     dist.destroy_process_group()
+
+
+def fork(task: str, rank: int, ranks: int, folder: Path) -> tuple[int, Path]:
+    """Starts a rank. Returns its process and the file of its standard error."""
+    errors = folder / f"errors-{task}-{rank}"
+    child = os.fork()
+    if child != 0:
+        return child, errors
+    code = 1
+    try:
+        with errors.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        run(task, rank, ranks, folder)
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    os._exit(code)
+
+
+def ended(child: int, until: float) -> int:
+    """Waits for a rank, and kills it if it takes longer. Returns its exit code."""
+    while True:
+        process, status = os.waitpid(child, os.WNOHANG)
+        if process != 0:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        task, ranks, folder = json.loads(line)
+        started = [fork(task, rank, ranks, Path(folder)) for rank in range(ranks)]
+        until = time.monotonic() + LONGEST
+        codes = [ended(child, until) for child, _ in started]
+        print(
+            json.dumps([[code, errors.read_text()] for code, (_, errors) in zip(codes, started, strict=True)]),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 BACKENDS = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.backends("indexer_dense_loss")]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.usefixtures("numbers_only")
 
 
 def problem(

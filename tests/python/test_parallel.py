@@ -1,8 +1,10 @@
 """Training over two processes with gloo: the results of one process, and errors instead of an endless wait."""
 
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,26 @@ from hopwell.torch import lightning_indexer, sparse_mla
 from hopwell.torch.parallel import ContextShard
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
+Launch = Callable[[Path, str, int], list[tuple[int, str]]]
 
 
-def launch(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
-    """Returns each rank's exit code and standard error."""
-    command = [sys.executable, str(WORKER), task]
-    ranked = [[*command, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
-    processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in ranked]
-    try:
-        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=150)[1]]]
-    finally:
-        for process in processes:
-            process.kill()
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    """Runs a task on some ranks. Returns each rank's exit code and standard error."""
+    with subprocess.Popen(
+        [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+
+        def run(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
+            print(json.dumps([task, ranks, str(folder)]), file=worker.stdin, flush=True)
+            return [(code, error) for code, error in json.loads(worker.stdout.readline())]
+
+        yield run
 
 
-def succeed(folder: Path, task: str, ranks: int) -> None:
+def succeed(launch: Launch, folder: Path, task: str, ranks: int) -> None:
     for code, error in launch(folder, task, ranks):
         assert code == 0, error
 
@@ -37,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(folder: Path) -> list[dict[Any, Any]]:
-    succeed(folder, "compare", 2)
+def compared(launch: Launch, folder: Path) -> list[dict[Any, Any]]:
+    succeed(launch, folder, "compare", 2)
     return [torch.load(folder / f"compare-{rank}.pt") for rank in range(2)]
 
 
@@ -110,21 +117,21 @@ def test_ranks_that_disagree_all_raise(compared: list[dict[Any, Any]]) -> None:
         )
 
 
-def test_resumes_on_another_number_of_ranks(compared: list[dict[Any, Any]], folder: Path) -> None:
+def test_resumes_on_another_number_of_ranks(compared: list[dict[Any, Any]], launch: Launch, folder: Path) -> None:
     """One process resumes from the checkpoint of two, and two resume from the checkpoint of one."""
     for task, ranks in (("resume-by-one", 1), ("resume-by-two", 2)):
-        succeed(folder, task, ranks)
+        succeed(launch, folder, task, ranks)
         resumed, whole = losses(torch.load(folder / f"{task}.pt")), losses(compared[0]["alone", 16])
         torch.testing.assert_close(resumed, whole[-len(resumed) :], rtol=1e-4, atol=1e-6)
 
 
-def test_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+def test_rank_that_dies_ends_the_others(launch: Launch, tmp_path: Path) -> None:
     began = time.monotonic()
     (code, error), (dead, _) = launch(tmp_path, "die", 2)
     assert dead == 3
     assert code == 1
     assert "RuntimeError" in error
-    # The time-out is 5 s, PyTorch's default half an hour; the rest is for Python's start on a busy machine.
+    # The time-out is 5 s, PyTorch's default half an hour; the rest is for a busy machine.
     assert time.monotonic() - began < 150
 
 

@@ -341,7 +341,7 @@ BUGS = {
         ("reshape(-1, 2).T if interleaved", "reshape(-1, 2).T if not interleaved", "the other kind of pairs"),
         ("x1 * cosine + x0", "x1 * cosine - x0", "a rotation that is none"),
         ("first = d - r if", "first = 0 if", "RoPE of the first columns"),
-        ("row.append(_bf16_nearest(product))", "row.append(float(product))", "values not rounded to bf16"),
+        ("_bf16_nearest(product.astype(np.float32))", "product.astype(np.float32)", "values not rounded to bf16"),
         ("exponent == 255", "exponent == 256", "the exponent byte 255 taken for a number"),
     ],
 }

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hopwell.torch import mla_cache_append, read_mla_cache
 
+pytestmark = pytest.mark.usefixtures("numbers_only")
+
 SCALE = 576**-0.5
 FORMATS = {"bf16": (576, 0), "v32": (576, 656), "v32_without_rope": (512, 656), "v4": (512, 584), "v41": (512, 528)}
 TILE = 512  # entries of a tile on the CPU

@@ -10,6 +10,7 @@ from hopwell import reference
 from support import norm_error
 
 BACKENDS = hopwell.backends("sparse_mla_backward")
+pytestmark = pytest.mark.usefixtures("numbers_only")
 FORWARD = hopwell.backends("sparse_mla_forward")
 SCALE = 576**-0.5
 

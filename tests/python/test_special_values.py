@@ -272,12 +272,6 @@ def _paged_call(layout: str, dtype: str, q: Any, keys: Any, values: Any) -> dict
     }  # fmt: skip
 
 
-@pytest.fixture
-def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator, without its checker, which takes longer."""
-    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
-
-
 @pytest.mark.usefixtures("numbers_only")
 @pytest.mark.parametrize("backend", PAGED_BACKENDS)
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch_inputs import (
     sparse_inputs,
 )
 
-pytestmark = pytest.mark.usefixtures("torch_seed")
+pytestmark = pytest.mark.usefixtures("torch_seed", "numbers_only")
 
 
 MASKS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from fuzz.wrong import FREE_STRIDES
 from test_layouts import CALLS as PLAIN_CALLS
 
 BACKENDS = ("emu:sm80", "emu:sm90", "emu:sm100")
-DRAWS = int(os.environ.get("VIEWS_DRAWS", "3"))
+DRAWS = int(os.environ.get("VIEWS_DRAWS", "2"))
 SEED = int(os.environ.get("VIEWS_SEED", np.random.SeedSequence().generate_state(1)[0]))
 Arguments = dict[str, Any]
 Odd = set[int]  # dimensions, and BASE

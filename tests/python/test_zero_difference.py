@@ -13,6 +13,7 @@ import torch
 from zero_difference import PADDING, SCALE, check_parts, device_of, padded, random, same_bits, some_heads
 
 DKV_DTYPES = ("float32", "bfloat16")
+pytestmark = pytest.mark.usefixtures("numbers_only")
 
 
 class SparseMla:
@@ -382,7 +383,6 @@ def test_deterministic_dq_on_cards(
         options: dict[str, Any] = {"deterministic": True, "need_dkv": need_dkv, "backend": backend}
         return hopwell.sparse_mla_backward(d_out[queries], q[queries], kv, *of_queries, SCALE, **options)[0]
 
-    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
     whole = dq(slice(0, s_q), False)
     monkeypatch.setenv("HOPWELL_EMULATOR_DEVICE", "h100-mig")
     monkeypatch.setenv("HOPWELL_EMULATOR_SMS", "4")
@@ -393,7 +393,6 @@ def test_deterministic_dq_on_cards(
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
 def test_devices_of_all_sizes(backend: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What belongs to a query does not depend on the number of multiprocessors, nor on the chip that is planned for."""
-    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
     mla, whole = SparseMla(rng, backend, h_q=20), slice(None)
     of_index: list[Any] = [
         problem(rng, backend)

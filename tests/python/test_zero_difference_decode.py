@@ -11,6 +11,8 @@ import pytest
 import torch
 from zero_difference import SCALE, check_parts, device_of, on_pages, padded, random, same_bits, some_heads
 
+pytestmark = pytest.mark.usefixtures("numbers_only")
+
 
 class Decode:
     """A problem of decode over paged latents, and calls for some of its sequences, queries and heads on other pages."""

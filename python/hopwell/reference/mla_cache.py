@@ -5,11 +5,11 @@ size of a row and d, the number of its columns, name the format.
 """
 
 import math
-import struct
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from ._arrays import Array, Float64, Int64, Tensor, Uint8, as_array, as_float64, describe, require, require_shape
 from .nvfp4 import E4M3, _nearest_code
@@ -123,7 +123,7 @@ def _one_scale(name: str, cache: _Cache, kv_scale: float | Tensor | None) -> np.
 # ---- append --------------------------------------------------------------------------------------------------------
 
 
-def _codes(x: Array, scale: np.float32) -> Uint8:
+def _codes(x: Array, scale: np.float32 | Array) -> Uint8:
     """The e4m3 codes of x / scale: nearest, ties to even, saturated. NaN and infinities get the code of NaN."""
     with np.errstate(all="ignore"):
         quotient = (x.astype(np.float32) / scale).astype(np.float64)
@@ -167,7 +167,7 @@ def _write(cache: _Cache, slot: int, x: Array, scale_format: str, kv_scale: np.f
         return
     tiles = x[:count].reshape(-1, form.tile)
     scales = np.array([_scale(tile, scale_format, form.least) for tile in tiles], "<f4")
-    block[place.codes] = np.concatenate([_codes(tile, scale) for tile, scale in zip(tiles, scales, strict=True)])
+    block[place.codes] = _codes(tiles, scales[:, None]).reshape(-1)
     as_bytes = scales.view(np.uint8) if form.scale_type == "<f4" else 127 + np.log2(scales)
     block[place.scales] = as_bytes.astype(np.uint8)
     with np.errstate(over="ignore"):
@@ -242,48 +242,40 @@ def _e4m3_of(code: int) -> float:
     return -magnitude if code & 0x80 else magnitude
 
 
-def _fp32_of(data: bytes) -> float:
-    value: float = struct.unpack("<f", data)[0]
-    return value
+# The values of all codes.
+_E4M3 = np.array([_e4m3_of(code) for code in range(256)])
 
 
-def _bf16_nearest(x: np.float32) -> float:
+def _bf16_nearest(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """x rounded to bf16: nearest, ties to even."""
-    if math.isnan(x):
-        return math.nan
-    bits: int = struct.unpack("<I", struct.pack("<f", x))[0]
-    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
-    return _fp32_of(bytes((0, 0, rounded & 0xFF, rounded >> 8)))
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return np.where(np.isnan(x), np.float32(np.nan), rounded.astype(np.uint32).view(np.float32))
 
 
-def _row_of_bytes(data: bytes, name: str, d: int, block: int, i: int) -> list[float]:
-    """The columns of row i of a block of `block` rows, read byte by byte."""
-    rope = None  # offset of the bf16 columns
+def _row_of_bytes(data: bytes, name: str, d: int, block: int, i: int) -> Float64:
+    """The columns of row i of a block of `block` rows."""
     if name == "V3.2":
         codes, scales, tile = 656 * i, 656 * i + 512, 128
-        rope = codes + 528
+        quantised, rope = 512, codes + 528  # offset of the bf16 columns
     elif name == "V4":
         codes, scales, tile = 576 * i, 576 * block + 8 * i, 64
-        rope = codes + 448
+        quantised, rope = 448, codes + 448
     else:
         codes, scales, tile = 512 * i, 512 * block + 16 * i, 32
-    quantised = 448 if name == "V4" else 512
-    row = []
-    for column in range(d):
-        if column >= quantised:
-            assert rope is not None
-            at = rope + 2 * (column - quantised)
-            row.append(_fp32_of(bytes((0, 0, data[at], data[at + 1]))))
-            continue
-        if name == "V3.2":
-            at = scales + 4 * (column // tile)
-            scale = _fp32_of(data[at : at + 4])
-        else:
-            exponent = data[scales + column // tile]
-            scale = math.nan if exponent == 255 else math.ldexp(1.0, exponent - 127)
-        with np.errstate(all="ignore"):
-            product = np.float32(_e4m3_of(data[codes + column]) * scale)  # exact in float64, so rounded once
-        row.append(_bf16_nearest(product))
+        quantised, rope = 512, 0
+    each = np.frombuffer(data, np.uint8)
+    if name == "V3.2":
+        scale = each[scales : scales + 16].view("<f4").astype(np.float64)
+    else:
+        exponent = each[scales : scales + quantised // tile].astype(np.int64)
+        scale = np.where(exponent == 255, np.nan, np.ldexp(1.0, exponent - 127))
+    row = np.zeros(d)
+    bf16 = each[rope : rope + 2 * (d - quantised)].view("<u2").astype(np.uint32)
+    with np.errstate(all="ignore"):
+        row[quantised:] = (bf16 << 16).view(np.float32)
+        product = _E4M3[each[codes : codes + quantised]] * scale.repeat(tile)  # exact in float64, so rounded once
+        row[:quantised] = _bf16_nearest(product.astype(np.float32))
     return row
 
 
