@@ -446,3 +446,22 @@ def test_missing_sizes_and_scaling_of_window_layers_are_named() -> None:
         nn.HCA.from_config(config | {"rope_parameters": parameters}, ratio=0)
     with pytest.raises(ValueError, match=r"^HCA: rope_scaling must be of type 'default' or 'yarn'; got linear$"):
         layer("HCA", rope_scaling={"type": "linear", "factor": 2})
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_work(shape: tuple[int, int]) -> None:
+    sizes: dict[str, Any] = {"window": 8, "d": 32, "d_rope": 16, "q_rank": 32, "o_groups": 2, "o_rank": 16}
+    x = torch.zeros(*shape, 64)
+    y, loss = nn.CSA(64, 4, topk=8, h_index=4, d_index=32, **sizes)(x)
+    assert y.shape == x.shape and loss is not None and loss.item() == 0
+    assert nn.HCA(64, 4, **sizes)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_still_have_a_scale_are_refused(strict: bool) -> None:
+    layer = nn.HCA(64, 4, window=8, d=32, d_rope=16, q_rank=32, o_groups=2, o_rank=16)
+    codes = torch.ones(32, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match=r"HCA: wq_a\.weight must be multiplied by its scale first; got torch\.float8"):
+        layer.load_state_dict(layer.state_dict() | {"wq_a.weight": codes}, strict=strict)
+    with pytest.raises(RuntimeError, match=r"HCA: wq_a\.scale must be multiplied into its weight first; got \[1, 1\]"):
+        layer.load_state_dict(layer.state_dict() | {"wq_a.scale": torch.ones(1, 1)}, strict=strict)

@@ -1,12 +1,14 @@
 """Parts of all modules: checks of arguments, a norm, and a base class that keeps the dtype of some tensors."""
 
-from collections.abc import Callable
-from typing import ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from hopwell._checks import require
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def check_type(module: str, argument: str, value: object, expected: type) -> None:
@@ -41,6 +43,18 @@ def backward_may_follow(training: bool = True) -> bool:
     if torch.compiler.is_compiling():
         return training
     return not (torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
+
+
+def refuse_scaled_tensors(module: nn.Module, tensors: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
+    """Adds an error for each weight of a layer that still has a scale. PyTorch would take the codes for numbers."""
+    name = type(module).__name__
+    for key in tensors:
+        if not key.startswith(prefix):
+            continue
+        if key.endswith((".scale", "_scale_inv")):
+            errors.append(f"{name}: {key} must be multiplied into its weight first; got {list(tensors[key].shape)}")
+        elif key.endswith(".weight") and isinstance(tensors[key], Tensor) and tensors[key].dtype in FLOAT8:
+            errors.append(f"{name}: {key} must be multiplied by its scale first; got {tensors[key].dtype}")
 
 
 def take_parts(module: nn.Module, source: nn.Module) -> None:

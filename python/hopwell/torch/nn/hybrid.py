@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hopwell._checks import require
 from hopwell.torch import ops
-from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, backward_may_follow, check_tokens
+from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, backward_may_follow, check_tokens, refuse_scaled_tensors
 from hopwell.torch.nn.compressor import Documents, KVCompressor, rope_of
 from hopwell.torch.nn.config import hybrid_indexer_options, hybrid_options
 from hopwell.torch.nn.indexer import loss_over_tokens
@@ -115,6 +115,7 @@ class HCA(KeepsDtypes):
         for theirs, published in PUBLISHED_NAMES.items():
             if prefix + theirs in state_dict and prefix + published not in state_dict:
                 state_dict[prefix + published] = state_dict.pop(prefix + theirs)
+        refuse_scaled_tensors(self, state_dict, prefix, rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _compressor(self, d: int) -> KVCompressor:
@@ -155,7 +156,7 @@ class HCA(KeepsDtypes):
     def combine(self, out: Tensor, start: int | Tensor) -> Tensor:
         """Heads' results [s, h_q, d] of the queries at positions 0 … s − 1 plus `start` → [s, d_model]."""
         out = rotate_last(out[None], self.d_rope, start, self.rope, inverse=True)[0]
-        groups = out.reshape(out.shape[0], self.o_groups, -1)
+        groups = out.reshape(out.shape[0], self.o_groups, self.h_q * self.d // self.o_groups)
         lowered = torch.einsum("sgi,gri->sgr", groups, self.wo_a.weight.view(self.o_groups, -1, groups.shape[-1]))
         y: Tensor = self.wo_b(lowered.flatten(1))
         return y
@@ -221,7 +222,7 @@ def selected_in_document(indices: Tensor | None, visible: dict[str, Any], x: Ten
     if indices is None:
         return None
     inside = torch.where(indices < 0, -1, indices - visible["k_start"][:, None])
-    return inside.view(*x.shape[:2], -1)
+    return inside.view(*x.shape[:2], inside.shape[-1])
 
 
 class CSA(HCA):
