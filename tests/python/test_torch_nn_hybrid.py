@@ -461,7 +461,9 @@ def test_empty_work(shape: tuple[int, int]) -> None:
 def test_weights_that_still_have_a_scale_are_refused(strict: bool) -> None:
     layer = nn.HCA(64, 4, window=8, d=32, d_rope=16, q_rank=32, o_groups=2, o_rank=16)
     codes = torch.ones(32, 64).to(torch.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match=r"HCA: wq_a\.weight must be multiplied by its scale first; got torch\.float8"):
+    with pytest.raises(
+        RuntimeError, match=r"HCA: wq_a\.weight must be multiplied by its scale first; got torch\.float8"
+    ):
         layer.load_state_dict(layer.state_dict() | {"wq_a.weight": codes}, strict=strict)
     with pytest.raises(RuntimeError, match=r"HCA: wq_a\.scale must be multiplied into its weight first; got \[1, 1\]"):
         layer.load_state_dict(layer.state_dict() | {"wq_a.scale": torch.ones(1, 1)}, strict=strict)

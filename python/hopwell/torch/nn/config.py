@@ -19,7 +19,7 @@ class Config:
         values = self.given
         value = values.get(name, default) if isinstance(values, Mapping) else getattr(values, name, default)
         expected = f"one with {name}, as {self.model}'s"
-        require(value is not MISSING, self.module, "config", expected, type(values).__name__)
+        require(value is not MISSING, self.module, "config", expected, f"{type(values).__name__} without it")
         return value
 
     def refuse(self, name: str, *allowed: object) -> None:
@@ -111,6 +111,8 @@ def hybrid_options(module: str, given: object, kind: str, ratio: int | None) -> 
     config.refuse("attention_dropout", 0)
     if ratio is None:
         ratio = (config("compress_rates", None) or {}).get(kind)
+    if ratio is not None and not isinstance(ratio, int):
+        raise TypeError(f"{module}: ratio must be an int; got {ratio!r}")
     d_rope = config("qk_rope_head_dim", None)
     options = {
         "d_model": config("hidden_size"),
