@@ -438,7 +438,7 @@ def test_configurations_of_other_layers_are_refused(change: dict[str, Any], word
 
 def test_missing_sizes_and_scaling_of_window_layers_are_named() -> None:
     config = {name: value for name, value in CONFIGS["file"].items() if name != "index_topk"}
-    words = "CSA.from_config: config must be one with index_topk, as DeepSeek-V4's; got dict"
+    words = "CSA.from_config: config must be one with index_topk, as DeepSeek-V4's; got dict without it"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         nn.CSA.from_config(config)
     parameters = {kind: YARN | {"rope_theta": 20} for kind in ("main", "compress")}

@@ -247,7 +247,7 @@ def test_selections_of_another_layer() -> None:
 
 
 WRONG = {
-    "another model": ({"model_type": "llama"}, "config must be one with hidden_size, as DeepSeek-V3.2's; got dict"),
+    "another model": ({"model_type": "llama"}, "config must be one with hidden_size, as DeepSeek-V3.2's; got dict without it"),
     "bias": (SIZES | {"attention_bias": True}, "attention_bias must be False; got True"),
     "no rotation": (SIZES | {"mla_use_nope": True}, "mla_use_nope must be False; got True"),
     "rope_scaling": (
