@@ -14,9 +14,9 @@ struct alignas(8) Words2 {
   uint32_t w[2];
 };
 
-/// A load or store of a vector type that is aligned to its size. nvcc compiles a load to one instruction, and most stores:
-/// see store_words. The emulator reports a misaligned one; it cannot do so for a plain C++ access, because the host
-/// compiler splits vectors.
+/// A load or store of a vector type that is aligned to its size. nvcc compiles a load to one instruction. It may split a
+/// store into the struct's elements, where kInOne prevents it. The emulator reports a misaligned one; it cannot do so for a
+/// plain C++ access, because the host compiler splits vectors.
 template <class Vector>
 HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if !HOPWELL_ON_DEVICE
@@ -24,32 +24,22 @@ HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site sit
 #endif
   return *static_cast<const Vector*>(pointer);
 }
-template <class Vector>
+/// Stores a vector type that is aligned to its size. kInOne: as one PTX instruction, for Words2 and Words4.
+/// PTX: #data-movement-and-conversion-instructions-st
+template <bool kInOne = false, class Vector>
 HOPWELL_DEVICE void store_vector(void* pointer, const Vector& v, [[maybe_unused]] Site site = Site::current()) {
-#if !HOPWELL_ON_DEVICE
+#if HOPWELL_ON_DEVICE
+  if constexpr (kInOne && sizeof(Vector) == 8)
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]) : "memory");
+  else if constexpr (kInOne)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+                 "r"(v.w[3])
+                 : "memory");
+  else
+    *static_cast<Vector*>(pointer) = v;
+#else
   emu::require_global("st.v", pointer, alignof(Vector), site);
-#endif
   *static_cast<Vector*>(pointer) = v;
-}
-
-/// st.global.v2 and st.global.v4 as PTX: always one instruction. nvcc may split the store of a struct, as store_vector
-/// writes it, into its elements. PTX: #data-movement-and-conversion-instructions-st
-HOPWELL_DEVICE void store_words(void* pointer, const Words2& v, [[maybe_unused]] Site site = Site::current()) {
-#if HOPWELL_ON_DEVICE
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]) : "memory");
-#else
-  emu::require_global("st.v2", pointer, 8, site);
-  *static_cast<Words2*>(pointer) = v;
-#endif
-}
-HOPWELL_DEVICE void store_words(void* pointer, const Words4& v, [[maybe_unused]] Site site = Site::current()) {
-#if HOPWELL_ON_DEVICE
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
-               "r"(v.w[3])
-               : "memory");
-#else
-  emu::require_global("st.v4", pointer, 16, site);
-  *static_cast<Words4*>(pointer) = v;
 #endif
 }
 

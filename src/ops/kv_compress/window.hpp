@@ -43,7 +43,7 @@ struct alignas(sizeof(T) * kColumns) Columns {
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) tile::from_fp32(x[i], &rounded.x[i]);
     using Words = std::conditional_t<sizeof(Columns) == 8, arch::Words2, arch::Words4>;
-    if (aligned) return arch::store_words(to, arch::bit_cast<Words>(rounded));
+    if (aligned) return arch::store_vector<true>(to, arch::bit_cast<Words>(rounded));
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) to[i] = rounded.x[i];
   }
