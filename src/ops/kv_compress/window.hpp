@@ -124,8 +124,8 @@ struct Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's entries, if they are the same in every window: of the first ones, in registers. Registers do
-// not suffice for eight entries, nor beside fp32 entries.
+// position_bias of a thread's entries, if they are the same in every window: of the first six, in registers. Registers do
+// not suffice for more, nor beside fp32 entries.
 template <class T, class F, bool kKeep = true>
 struct Bias {
   static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 6) : 0;

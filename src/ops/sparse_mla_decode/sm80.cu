@@ -1,5 +1,5 @@
 // sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache without
-// splits, or the split kernel (gpu/split.hpp).
+// splits, or the split kernel (sm80/split.hpp).
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
@@ -21,11 +21,16 @@ bool forward_supports(const Problem& p) {
          p.b * p.q_len < std::int64_t{1} << 31 && p.h_q <= 16 * 65535;
 }
 
+HeadsOfTile kernel_for(const Problem& p) {
+  const int heads = p.h_q <= 8 ? 8 : 16;
+  return {heads, with_rows_of(p, [&]<class Rows>(Rows) { return split_kernel<Rows>(heads); })};
+}
+
 runtime::PlanOr<Plan> plan(const Problem& p) {
   runtime::PlanOr<forward::Problem> f = forward_problem(p);
   if (const auto* problem = std::get_if<forward::Problem>(&f); problem != nullptr && forward_supports(p))
     return Plan{*problem, {}};
-  runtime::PlanOr<SplitPlan> splits = plan_splits(p, split_kernel_for<tile::ShiftedCodes>);
+  runtime::PlanOr<SplitPlan> splits = plan_splits(p, kernel_for);
   if (const auto* reason = std::get_if<runtime::Unsupported>(&splits)) return *reason;
   const auto& plan = std::get<SplitPlan>(splits);
   return Plan{std::nullopt, plan, plan.workspace_bytes};

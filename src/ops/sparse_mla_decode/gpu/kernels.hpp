@@ -14,8 +14,8 @@ struct SplitKernel {
   std::size_t shared_bytes;
 };
 
-// The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on. Codes: how it decodes e4m3 (tile/gpu/e4m3.hpp).
-template <class Codes, class RowsOfFormat>
+// The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on.
+template <class RowsOfFormat>
 SplitKernel split_kernel(int heads);
 
 // Hopper's kernels for tiles of 8 or 16 heads, and of 64 heads.

@@ -49,16 +49,11 @@ inline const char* unsupported_by_splits(const Problem& p) {
   return nullptr;
 }
 
-// The kernel for tiles of 8 or 16 heads, and how many. Codes: how it decodes.
+// The kernel that a backend has for a problem, and the heads of its tile.
 struct HeadsOfTile {
   int heads;
   SplitKernel kernel;
 };
-template <class Codes>
-HeadsOfTile split_kernel_for(const Problem& p) {
-  const int heads = p.h_q <= 8 ? 8 : 16;
-  return {heads, with_rows_of(p, [&]<class Rows>(Rows) { return split_kernel<Codes, Rows>(heads); })};
-}
 
 inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
   using runtime::Unsupported;

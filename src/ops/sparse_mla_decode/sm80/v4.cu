@@ -1,8 +1,8 @@
-#include "ops/sparse_mla_decode/gpu/split.hpp"
+#include "ops/sparse_mla_decode/sm80/split.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-template SplitKernel split_kernel<tile::ShiftedCodes, RowsV4>(int);
-template SplitKernel split_kernel<tile::ShiftedCodes, RowsV41>(int);
+template SplitKernel split_kernel<RowsV4>(int);
+template SplitKernel split_kernel<RowsV41>(int);
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

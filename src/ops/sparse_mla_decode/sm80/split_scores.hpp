@@ -1,7 +1,7 @@
 // The split kernel of sparse_mla_decode: Q, the scores S = K Q and their softmax. See split.hpp.
 #pragma once
 
-#include "ops/sparse_mla_decode/gpu/split_tile.hpp"
+#include "ops/sparse_mla_decode/sm80/split_tile.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
@@ -80,9 +80,7 @@ struct Query {
         if (is_plain(warp, step)) {
           words[step][j][0] = arch::pack_bf16(x[0], x[1]), words[step][j][1] = arch::pack_bf16(x[2], x[3]);
         } else {
-          constexpr bool kAdjacent = Config::Codes::kAdjacent;
-          words[step][j][0] = arch::pack_fp16(x[0], x[kAdjacent ? 1 : 2]);
-          words[step][j][1] = arch::pack_fp16(x[kAdjacent ? 2 : 1], x[3]);
+          words[step][j][0] = arch::pack_fp16(x[0], x[2]), words[step][j][1] = arch::pack_fp16(x[1], x[3]);
         }
       }
     }
@@ -120,18 +118,16 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
   float products[Row::kScales][Config::kHeadBlocks][4] = {};
   HOPWELL_UNROLL
   for (int chunk = 0; chunk < 4; ++chunk) {
-    const tile::CodePairs low = Config::Codes::pairs(words[chunk / 2][chunk % 2 * 2]),
-                          high = Config::Codes::pairs(words[chunk / 2][chunk % 2 * 2 + 1]);
+    const tile::CodePairs low = Config::Codes::even_odd(words[chunk / 2][chunk % 2 * 2]),
+                          high = Config::Codes::even_odd(words[chunk / 2][chunk % 2 * 2 + 1]);
     uint32_t a[4] = {low.first, high.first, low.second, high.second};
-    if constexpr (Config::Codes::kFindsNan) {
-      if (chunk == 3) {
+    if (chunk == 3) {
+      HOPWELL_UNROLL
+      for (int row = 0; row < 2; ++row) {
+        uint32_t nan = 0;
         HOPWELL_UNROLL
-        for (int row = 0; row < 2; ++row) {
-          uint32_t nan = 0;
-          HOPWELL_UNROLL
-          for (int i = 0; i < 4; ++i) nan |= Config::Codes::nan_bits(words[i / 2][i % 2 * 2 + row]);
-          if (nan & 0x80808080) a[row] = 0x7fff7fff;
-        }
+        for (int i = 0; i < 4; ++i) nan |= Config::Codes::nan_bits(words[i / 2][i % 2 * 2 + row]);
+        if (nan & 0x80808080) a[row] = 0x7fff7fff;
       }
     }
     HOPWELL_UNROLL
@@ -214,7 +210,7 @@ HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int 
   } else {
     uint32_t words[2];
     arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 16 * warp));
-    const tile::CodePairs low = Config::Codes::pairs(words[0]), high = Config::Codes::pairs(words[1]);
+    const tile::CodePairs low = Config::Codes::even_odd(words[0]), high = Config::Codes::even_odd(words[1]);
     uint32_t a[4] = {low.first, high.first, low.second, high.second};
     HOPWELL_UNROLL
     for (int row = 0; row < 2; ++row)

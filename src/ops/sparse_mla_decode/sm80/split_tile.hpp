@@ -14,9 +14,9 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-template <class TheCodes, class TheRows, int kTheHeads>
+template <class TheRows, int kTheHeads>
 struct SplitConfig {
-  using Codes = TheCodes;
+  using Codes = tile::ShiftedCodes;
   using Row = TheRows;
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;

@@ -1,7 +1,7 @@
 // The split kernel of sparse_mla_decode: the output O += P V, and the stores of results. See split.hpp.
 #pragma once
 
-#include "ops/sparse_mla_decode/gpu/split_tile.hpp"
+#include "ops/sparse_mla_decode/sm80/split_tile.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 

@@ -19,11 +19,11 @@
 //           nothing. Rows past the last one are filled with zeros and masked
 // Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
 //           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM; 16 heads of V4: one)
-// Bound     memory; then issue slots: about 85 instructions of a warp per key for 16 heads, 130 with ShiftedCodes
+// Bound     memory; then issue slots: about 130 instructions of a warp per key for 16 heads
 #pragma once
 
-#include "ops/sparse_mla_decode/gpu/split_output.hpp"
-#include "ops/sparse_mla_decode/gpu/split_scores.hpp"
+#include "ops/sparse_mla_decode/sm80/split_output.hpp"
+#include "ops/sparse_mla_decode/sm80/split_scores.hpp"
 #include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
@@ -84,10 +84,10 @@ SplitKernel split_kernel_of() {
   return {sparse_mla_decode_split<Config>, Config::kThreads, sizeof(SplitStorage<Config>)};
 }
 
-template <class Codes, class RowsOfFormat>
+template <class RowsOfFormat>
 SplitKernel split_kernel(int heads) {
-  return heads == 8 ? split_kernel_of<SplitConfig<Codes, RowsOfFormat, 8>>()
-                    : split_kernel_of<SplitConfig<Codes, RowsOfFormat, 16>>();
+  return heads == 8 ? split_kernel_of<SplitConfig<RowsOfFormat, 8>>()
+                    : split_kernel_of<SplitConfig<RowsOfFormat, 16>>();
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
