@@ -218,6 +218,20 @@ def test_names_are_the_published_ones() -> None:
         dsa.load_state_dict(fp8)
 
 
+@pytest.mark.parametrize("kind", [nn.DSA, nn.SparseMLA])
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_still_have_a_scale_are_refused(kind: type, strict: bool) -> None:
+    layer = kind.from_config(CONFIGS["deepseek_v32"])
+    tensors = layer.state_dict()
+    codes = tensors["q_a_proj.weight"].to(torch.float8_e4m3fn)
+    words = r"q_a_proj\.weight must be multiplied by its scale first; got torch\.float8_e4m3fn"
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}: {words}"):
+        layer.load_state_dict(tensors | {"q_a_proj.weight": codes}, strict=strict)
+    words = r"q_a_proj\.weight_scale_inv must be multiplied into its weight first; got \[1, 1\]"
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}: {words}"):
+        layer.load_state_dict(tensors | {"q_a_proj.weight_scale_inv": torch.ones(1, 1)}, strict=strict)
+
+
 def test_published_sizes_are_the_defaults() -> None:
     """Sizes of DeepSeek-V3.2's layer, by its configuration and by hand."""
     sizes = {"hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512}
@@ -247,7 +261,10 @@ def test_selections_of_another_layer() -> None:
 
 
 WRONG = {
-    "another model": ({"model_type": "llama"}, "config must be one with hidden_size, as DeepSeek-V3.2's; got dict without it"),
+    "another model": (
+        {"model_type": "llama"},
+        "config must be one with hidden_size, as DeepSeek-V3.2's; got dict without it",
+    ),
     "bias": (SIZES | {"attention_bias": True}, "attention_bias must be False; got True"),
     "no rotation": (SIZES | {"mla_use_nope": True}, "mla_use_nope must be False; got True"),
     "rope_scaling": (

@@ -3,8 +3,8 @@
 // Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
 // Roles     all warps are alike. They fetch the CTA's rows to L2 and meanwhile look through the slots of all later rows
 //           of the call. Then a warp writes one row at a time
-// Row       a lane has four adjacent columns of 128, or 16 of 512. Neighbouring lanes of a warp compute the amax of a
-//           group of codes together
+// Row       a lane has four adjacent columns of 128, or 16 of 512. Neighbouring threads compute the amax of a group
+//           of codes together
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for another
 // Budget    14 KB of shared memory for slots and marks
 // Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2

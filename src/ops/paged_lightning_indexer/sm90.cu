@@ -5,8 +5,8 @@
 //     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
 //     lightning_indexer_select              … for shorter rows
 //
-// Roles are those of lightning_indexer/sm90/score.hpp, but the warp that copies q also describes the items to all others,
-// and each of the three warps that load weights also copies a third of an item's keys.
+// The roles of warps: see lightning_indexer/sm90/score.hpp. In addition, the warp that copies q describes the items to all
+// other warps, and each of the three warps that load weights copies a third of an item's keys.
 //
 // The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate outside of
 // the cache, for which the engine writes zeros and reads nothing.

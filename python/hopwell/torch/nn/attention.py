@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hopwell.torch import ops
-from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, check_tokens, check_type
+from hopwell.torch.nn._module import KeepsDtypes, RMSNorm, check_tokens, check_type, refuse_scaled_tensors
 from hopwell.torch.nn.config import attention_options
 from hopwell.torch.nn.pack import Pack
 from hopwell.torch.nn.rope import Rope, rotate
@@ -64,6 +64,10 @@ class SparseMLA(KeepsDtypes):
     """
 
     kept = ("attn_sink",)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        refuse_scaled_tensors(self, state_dict, prefix, rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __init__(
         self,

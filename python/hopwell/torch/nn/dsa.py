@@ -7,13 +7,7 @@ from torch import Tensor, nn
 
 from hopwell._checks import require
 from hopwell.torch import ops
-from hopwell.torch.nn._module import (
-    backward_may_follow,
-    check_tokens,
-    check_type,
-    refuse_scaled_tensors,
-    take_parts,
-)
+from hopwell.torch.nn._module import backward_may_follow, check_tokens, check_type, take_parts
 from hopwell.torch.nn.attention import SparseMLA, pack_indices
 from hopwell.torch.nn.cache import KeyCache
 from hopwell.torch.nn.config import attention_options, indexer_options
@@ -56,10 +50,6 @@ class DSA(SparseMLA):
     nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk]: the keys
     that were read; None if all were.
     """
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        refuse_scaled_tensors(self, state_dict, prefix, rest[-1])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
         name = type(self).__name__

@@ -20,9 +20,9 @@
 //           read by products: 26 clocks; the decoder about 20 clocks of the integer pipe; 20 issue slots
 #pragma once
 
-#include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_decode/sm90/producer.hpp"
+#include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
@@ -31,10 +31,10 @@ namespace few_heads {
 template <class TheRow, int kTheHeads>
 struct Config : KeyTile<TheRow, 1, 128> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kConsumers = 128, kThreads = kConsumers + 128;
+  static constexpr int kReaders = 128, kThreads = kReaders + 128;
   static constexpr int kConsumerRegisters = 112, kProducerRegisters = 144;
-  static constexpr int kThreadHeads = kHeads / 4;                            // in the products
-  static constexpr int kRowBytes = 128, kBytesOfHeads = kHeads * kRowBytes;  // 64 columns of a head; of all heads
+  static constexpr int kThreadHeads = kHeads / 4;     // in the products
+  static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
 };
 
 template <class Config>
@@ -52,39 +52,13 @@ struct Storage {
 
 #if HOPWELL_HAS_SM90A
 
-constexpr int kConsumerBarrier = kQueryBarrier;
-
-// The head and the key of a thread's value i of a product.
+// Where a thread's values of a product are: heads h, and rows r, which are keys or columns of the output.
 struct Place {
   static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + arch::lane_index() % 4 * 2 + h % 2; }
   // Without warp_index(), which a whole warp must call.
   static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + arch::lane_index() / 4 + 8 * r; }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };
-
-// Copies the heads of a query. Heads past the last one are zeros.
-template <class Config>
-HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
-  constexpr int kChunks = Config::kDqk / 8;
-  const Work work(p, Config::kHeads);
-  const bf16* const of_query = query_of(p, work.query);
-  HOPWELL_NO_UNROLL
-  for (int i = arch::thread_index(); i < Config::kHeads * kChunks; i += Config::kConsumers) {
-    const int row = i / kChunks, chunk = i % kChunks, head = work.first_head + row;
-    const bool valid = head < p.h_q;
-    const bf16* from = of_query + (valid ? head : 0) * p.q_stride[2] + 8 * chunk;
-    const uint32_t at = arch::shared_address(s.q[chunk / 8]) + tile::swizzled(row, chunk % 8);
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      arch::cp_async(at, from, valid ? 16 : 0);
-    } else {
-      HOPWELL_UNROLL
-      for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
-    }
-  }
-  arch::cp_async_wait_all();
-  arch::fence_proxy_async();
-  arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
-}
 
 // Sᵀ = K Qᵀ, in the order in which the parts of the tile become full.
 template <class Config, class Slot>
@@ -136,7 +110,7 @@ struct Softmax {
       const float of_warp = tile::reduce<4, 16>(max, tile::Larger{}) * unit;
       if (lane < 4) s.maxima[warp][Place::head(h)] = of_warp;
     }
-    arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+    arch::barrier_sync(kReaderBarrier, Config::kReaders);
     HOPWELL_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const int head = Place::head(h);
@@ -270,7 +244,7 @@ HOPWELL_DEVICE void store_output(const SplitParams& p, const Storage<Config>& s,
 
 template <class Config>
 HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
-  load_query(p, s);
+  load_query<Config>(p, arch::shared_address(s.q));
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
   Softmax<Config> softmax;
   HeadSums<Config> sums;
@@ -288,7 +262,7 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
     is_last = s.tiles.is_last[slot.stage()];
     softmax(s, scale_log2, s.tiles.valid_keys[slot.stage()], scores, scale);
     arch::fence_proxy_async();
-    arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+    arch::barrier_sync(kReaderBarrier, Config::kReaders);
     sums.add_tile(s);
     multiply_values(s, slot, scale, out, tile == 0);
   }
@@ -297,9 +271,9 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
   }
-  arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+  arch::barrier_sync(kReaderBarrier, Config::kReaders);
   store_statistics(p, s, sums, tile % 2 == 1);
-  if (p.splits == 1) arch::barrier_sync(kConsumerBarrier, Config::kConsumers);
+  if (p.splits == 1) arch::barrier_sync(kReaderBarrier, Config::kReaders);
   if (has_keys || p.splits == 1) store_output(p, s, out);
 }
 

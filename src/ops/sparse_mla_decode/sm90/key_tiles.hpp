@@ -55,6 +55,6 @@ struct KeyTiles {
   }
 };
 
-constexpr int kListBarrier = 1, kQueryBarrier = 2;  // numbers of barriers; 0 is the CTA's
+constexpr int kListBarrier = 1, kReaderBarrier = 2;  // of the producers, of the other warpgroups; 0 is the CTA's
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

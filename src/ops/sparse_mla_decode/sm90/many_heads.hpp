@@ -11,8 +11,8 @@
 //           high      ···············│O += P 0 V ▓▓▓▓│·························│O += P 1 V ▓▓▓▓│·············
 //           producer  2 left ▒▒▒▒▒▒▒▒│   2 right ▒▒▒▒▒▒▒▒│      3 left ▒▒▒▒▒▒▒▒│   3 right ▒▒▒▒▒▒▒▒│
 //           The high warpgroup is one tile behind, so that its products fill the time of the softmax
-// Panels    A tile becomes full in two parts, and S follows. It is released in groups of two panels, and the decoder
-//           follows the products with V.
+// Panels    A tile becomes full in two parts, and S follows. It is released in three groups, and the producers follow the
+//           products with V: see key_tiles.hpp
 // Codes     bf16(code · scale) by a shift and one product of bf16, which is exact for scales that are bf16 numbers from
 //           2^-124 to 2^7. A lane that meets another scale or a NaN code reads its part of the tile again and computes
 //           in fp32, as the operator defines the value.
@@ -21,16 +21,16 @@
 //           same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
-// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,024 + ~700 = 231 KB
+// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,536 + ~700 = 231,632 B
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + 16 for P + ~15 (160); producers
 //           32 to 36 for codes on their way + 8 for scales + ~36 (80)
 // Bound     per key: 34 clocks of the tensor cores; shared memory 1,152 B written, 2,304 B read by S, 1,024 B by P V: 36
 //           clocks; 35 clocks of DRAM on an H200 (656-byte rows); the decoder about 16 clocks of the integer pipe
 #pragma once
 
-#include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_decode/sm90/producer.hpp"
+#include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
@@ -64,33 +64,6 @@ struct Storage {
 };
 
 #if HOPWELL_HAS_SM90A
-
-// ---- Q --------------------------------------------------------------------------------------------------------------
-
-// Copies the heads of a query, executed by the low and the high warpgroup. Heads past the last one are zeros.
-template <class Config>
-HOPWELL_DEVICE void load_query(const SplitParams& p, Storage<Config>& s) {
-  constexpr int kChunks = Config::kDqk / 8, kThreads = Config::kReaders;
-  const Work work(p, Config::kHeads);
-  const bf16* const of_query = query_of(p, work.query);
-  const uint32_t to = arch::shared_address(s.q);
-  HOPWELL_NO_UNROLL
-  for (int i = arch::thread_index(); i < Config::kHeads * kChunks; i += kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks, head = work.first_head + row;
-    const bool valid = head < p.h_q;
-    const bf16* from = of_query + (valid ? head : 0) * p.q_stride[2] + 8 * chunk;
-    const uint32_t at = to + uint32_t(chunk / 8) * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      arch::cp_async(at, from, valid ? 16 : 0);
-    } else {
-      HOPWELL_UNROLL
-      for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
-    }
-  }
-  arch::cp_async_wait_all();
-  arch::fence_proxy_async();
-  arch::barrier_sync(kQueryBarrier, kThreads);
-}
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +217,7 @@ HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[
 
 template <class Config>
 HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
-  load_query(p, s);
+  load_query<Config>(p, arch::shared_address(s.q));
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
   const uint32_t p_panel = arch::shared_address(s.p);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
@@ -293,7 +266,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
 
 template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
-  load_query(p, s);
+  load_query<Config>(p, arch::shared_address(s.q));
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
   Output out = {};
   tile::ring_stage(s.tiles.ring, 0).wait_full(0);

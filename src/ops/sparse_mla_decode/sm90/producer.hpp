@@ -2,8 +2,8 @@
 //
 // Codes go from global memory to registers, are decoded and stored to panels. A lane has 16 codes of one row in every
 // panel, or of two rows: rows lane / 4 and lane / 4 + 8 of its warp, chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight
-// lanes of a warp store to eight different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16 part of
-// rows of codes, go to the panels by cp.async.
+// neighbouring threads store to eight different chunks of a panel's rows: no bank conflicts. Rows of bf16, and the bf16
+// part of rows of codes, go to the panels by cp.async.
 //
 // When a warp has decoded a tile, it loads its codes of the next tile into the same registers. It does not load between
 // codes that it decodes: ptxas gives all of these loads one scoreboard, so each use of a loaded register waits for every
