@@ -90,6 +90,13 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 #endif
 }
 
+/// The same for an integer: what follows from it is computed after this point, so it occupies no register before.
+HOPWELL_DEVICE void pin_registers([[maybe_unused]] int& x) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("" : "+r"(x));
+#endif
+}
+
 /// wgmma.wait_group: waits until at most the latest kPending groups are incomplete. `d`…: the accumulators that become
 /// valid. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int kPending>

@@ -26,37 +26,38 @@ HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
 
 // The entries of a split, in the first or in the second cache.
 struct Entries {
-  const Keys* keys;
+  mla_cache::Blocks cache;
   const int* row;
+  const int* table;  // or null
   int count;
   uint32_t visible;  // entries from this number on are not valid
-  const int* table;  // or null
+  int block;         // slots of a table's page
+  uint32_t blocks;   // pages from this number on do not exist
 
   HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) {
     const bool is_extra = work.split >= p.splits_of_keys;
-    keys = is_extra ? &p.extra : &p.keys;
-    const PagedSelection& selection = keys->selection;
+    const Keys& keys = is_extra ? p.extra : p.keys;
+    const PagedSelection& selection = keys.selection;
     const int64_t b = work.query / p.q_len, i = work.query % p.q_len, visible_entries = selection.visible(b, i);
     const int64_t first = (is_extra ? work.split - p.splits_of_keys : work.split) * p.keys_per_split,
                   left = selection.length(b, i) - first;
+    cache = keys.cache;
     row = selection.row(b, i) + first;
+    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
     count = int(left < 0 ? 0 : left < p.keys_per_split ? left : p.keys_per_split);
     constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
     visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
-    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
+    block = int(selection.block), blocks = uint32_t(selection.blocks);
   }
   /// Entry `at`, or -1 if the split ends before it. The entry's page, which is 0 without a table. Two functions, so that
   /// loads need not follow each other at once.
   HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
-  HOPWELL_DEVICE int page(int entry) const {
-    return table && uint32_t(entry) < visible ? table[entry / int(keys->selection.block)] : 0;
-  }
+  HOPWELL_DEVICE int page(int entry) const { return table && uint32_t(entry) < visible ? table[entry / block] : 0; }
   /// The slot that an entry names, or -1 if it is not valid.
   HOPWELL_DEVICE int slot(int entry, int page) const {
     if (uint32_t(entry) >= visible) return -1;
     if (!table) return entry;
-    const int block = int(keys->selection.block);
-    return uint32_t(page) < uint32_t(keys->selection.blocks) ? page * block + entry % block : -1;
+    return uint32_t(page) < blocks ? page * block + entry % block : -1;
   }
 };
 

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     few_heads::consume(p, s);
   } else {
     arch::setmaxnreg_inc<Config::kProducerRegisters>();
-    produce(p, s.tiles, s.panels);
+    produce<true>(p, s.tiles, s.panels);
   }
 #endif
 }

@@ -19,15 +19,18 @@ struct KeyTile {
   using Row = TheRow;
   static constexpr int kKeys = 64, kStages = kTheStages;
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64;
-  static constexpr int kProducers = kTheProducers, kProducingWarps = kProducers / 32;  // the CTA's last warps
-  static constexpr int kReadingWarps = 4;                                              // that release a group
-  static constexpr int kListed = 128;  // entries that are listed at a time
+  // The CTA's last warpgroups. Each fills whole tiles: with two, the tiles of a list in turns.
+  static constexpr int kProducers = kTheProducers, kProducingGroups = kProducers / 128, kFillingWarps = 4;
+  static constexpr int kReadingWarps = 4;  // that release a group of panels
+  static constexpr int kListed = 128;      // entries that are listed at a time: two tiles at most
+  static_assert(kListed == 2 * kKeys && kProducingGroups <= 2);
 
   static constexpr int kPanelsOfGroup = 4, kRopeGroup = 2, kGroups = kPanels > 8 ? 3 : 2;
-  static constexpr HOPWELL_HOST_DEVICE int group_of(int panel) { return panel / kPanelsOfGroup; }
 
   // Rows of bf16 are copied unmodified. So is one panel of rows of codes: RoPE of V3.2, or V4's last panel.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
+  // While codes of a tile are decoded, the rows of the next tile are listed.
+  static constexpr int kLists = kCopiesRows ? 1 : 2;
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
 };
 
@@ -38,23 +41,23 @@ using KeyPanels = unsigned char[Tile::kStages][Tile::kPanels * tile::kPanelBytes
 
 template <class Tile>
 struct KeyTiles {
-  const unsigned char* rows[Tile::kListed];
-  const unsigned char* second[RowAddress<typename Tile::Row>::kHasSecond ? Tile::kListed : 1];
-  Entries entries;  // of the split
-  // The rows of codes of the producers' tile, and their scales.
-  const unsigned char* row_of_tile[Tile::kCopiesRows ? 1 : Tile::kKeys];
-  const unsigned char* scales_of_tile[Tile::Row::kScalesLieElsewhere ? Tile::kKeys : 1];
-  alignas(16) int counts[Tile::kListed / 32];  // valid entries that each warp has listed
-  int valid_keys[Tile::kStages];               // of a tile
-  bool is_last[Tile::kStages], has_keys;       // of the split's tiles; whether the split has a tile
+  // Lists, in turns. A warpgroup writes the rows of its own tiles.
+  const unsigned char* rows[Tile::kLists * Tile::kListed];
+  const unsigned char* second[RowAddress<typename Tile::Row>::kHasSecond ? Tile::kLists * Tile::kListed : 1];
+  Entries entries[Tile::kProducingGroups];               // of the split: a copy for each warpgroup
+  alignas(16) int counts[Tile::kProducingGroups][2][4];  // valid entries that each of its warps has found
+  int valid_keys[Tile::kStages];                         // of a tile
+  bool is_last[Tile::kStages], has_keys;                 // of the split's tiles; whether the split has a tile
   tile::RingBarriers<Tile::kStages, 2, Tile::kGroups> ring;
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    ring.init(Tile::kProducingWarps + (Tile::kCopiesRows ? Tile::kProducers : 0), Tile::kReadingWarps);
+    ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? 128 : 0), Tile::kReadingWarps);
+    if constexpr (Tile::kCopiesRows) arch::fence_mbarrier_init();
   }
 };
 
-constexpr int kListBarrier = 1, kReaderBarrier = 2;  // of the producers, of the other warpgroups; 0 is the CTA's
+// Of the producing warpgroups, one each; of the other warpgroups. Barrier 0 is the CTA's.
+constexpr int kListBarrier = 1, kReaderBarrier = 3;
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

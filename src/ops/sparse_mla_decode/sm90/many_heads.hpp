@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const Role role = group < 2 ? Role{group} : Role::producer;
   if (role == Role::producer) {
     arch::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce(p, s.tiles, s.panels);
+    produce<false>(p, s.tiles, s.panels);
   } else if (role == Role::low) {
     arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);
