@@ -15,6 +15,7 @@ import torch
 from hopwell import _ops
 from hopwell.bench import check, command, compare, problem, record, scale
 from hopwell.bench.operators import OPERATORS
+from hopwell.compat import deep_gemm, flash_mla
 
 ROOT = Path(__file__).parents[2]
 SPARSE = "sparse_mla_forward"
@@ -127,6 +128,41 @@ def test_a_peer_that_refuses_says_why(
     row = beside(monkeypatch, function)
     assert words in row["failed"]
     assert compare.problems_of([row]) == []
+
+
+@pytest.mark.parametrize(("row", "h_q", "idle"), [(656, 4, 0), (656, 64, 1), (584, 16, 1)])
+def test_flash_mla_decodes_the_same(monkeypatch: pytest.MonkeyPatch, row: int, h_q: int, idle: int) -> None:
+    def of_64_or_128_heads(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert q.shape[2] in (64, 128)
+        return flash_mla.flash_mla_with_kvcache(q, *arguments, **options)
+
+    module = ModuleType("flash_mla")
+    module.get_mla_metadata = flash_mla.get_mla_metadata  # type: ignore[attr-defined]
+    module.flash_mla_with_kvcache = of_64_or_128_heads  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    shape = {**OPERATORS["sparse_mla_decode"].tiny, "row": row, "h_q": h_q, "idle": idle}
+    (found,) = compare.measure("sparse_mla_decode", [shape], 1, lambda p: p == problem.FLASH_MLA, lambda rows: None)
+    assert found["error"] < found["tolerance"], found
+    assert ("heads of zeros" in found["note"]) == (h_q < 64)
+
+
+@pytest.mark.parametrize("name", ["fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"])
+def test_deep_gemm_selects_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = ModuleType("deep_gemm")
+    module.get_num_sms = lambda: 1  # type: ignore[attr-defined]
+    module.get_paged_mqa_logits_metadata = deep_gemm.get_paged_mqa_logits_metadata  # type: ignore[attr-defined]
+    setattr(module, name, deep_gemm.fp8_paged_mqa_logits)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    (row,) = measured("paged_lightning_indexer", lambda package: package == problem.DEEP_GEMM)
+    assert row["peer"] == "DeepGEMM + torch.topk" and row["error"] < row["tolerance"], row
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape"), [("sparse_mla_decode", {"row": 1152}), ("paged_lightning_indexer", {"fp8": 0})]
+)
+def test_bf16_rows_have_pytorch_alone_as_a_peer(operator: str, shape: dict[str, int]) -> None:
+    rows = compare.measure(operator, [{**OPERATORS[operator].tiny, **shape}], 1, lambda _: True, lambda rows: None)
+    assert [row["peer"] for row in rows] == ["torch eager"]
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
-"""The indexer over a paged cache beside the same in eager PyTorch."""
+"""The indexer over a paged cache beside DeepGEMM's logits, and beside the same in eager PyTorch."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import hopwell
 
-from ..problem import Call, Problem, measured, randn, torch_peer
+from ..problem import DEEP_GEMM, Call, Peer, Problem, measured, randn, torch_peer
 from ..scale import DEVICE, cold_copies
 from .lightning_indexer import to_float8
 
@@ -46,7 +49,7 @@ def paged_lightning_indexer(
     weights = randn(b, q_len, h_index).float() * (h_index * D) ** -0.5
     order = torch.randperm(b * pages, device=DEVICE)
     tables = torch.argsort(order).int().view(b, pages)
-    lens = torch.full((b,), context, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((b, q_len), context, dtype=torch.int32, device=DEVICE)
     if fp8:
         q = q.to(torch.float8_e4m3fn)
         rows = [to_float8(k) for k in keys]
@@ -69,10 +72,32 @@ def paged_lightning_indexer(
     def pytorch() -> Call:
         return eager
 
+    def deep_gemm() -> Call:
+        module = import_module("deep_gemm")
+        schedule = module.get_paged_mqa_logits_metadata(lens, BLOCK, module.get_num_sms())
+        if hasattr(module, "fp8_paged_mqa_logits"):
+            logits_of = module.fp8_paged_mqa_logits
+        else:  # the fork of SGLang
+            logits_of = module.fp8_fp4_paged_mqa_logits
+        rows_of_weights = weights.view(-1, h_index)
+
+        def logits_and_topk(i: int) -> Any:
+            logits = logits_of(q, caches[i][:, :, None], rows_of_weights, lens, tables, schedule, context)
+            return logits.topk(min(topk, context), sorted=False)
+
+        return logits_and_topk
+
+    def read_deep_gemm(results: Any) -> list[Tensor]:
+        return [results.values.view(b, q_len, -1).sort().values]
+
+    peers = [torch_peer("torch eager", pytorch, read)]
+    if fp8:
+        note = "stores all logits; torch.topk selects, in no fixed order of ties; the schedule is not timed"
+        peers.insert(0, Peer("DeepGEMM + torch.topk", DEEP_GEMM, deep_gemm, read_deep_gemm, note))
     return Problem(
         lambda i: list(hopwell.paged_lightning_indexer(q, caches[i], weights, topk, tables, lens)),
         read,
-        [torch_peer("torch eager", pytorch, read)],
+        peers,
         copies=copies,
         bytes=size + 4 * b * q_len * (2 * topk + h_index) + q.numel() * q.element_size(),
     )

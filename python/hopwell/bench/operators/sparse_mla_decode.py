@@ -1,17 +1,20 @@
-"""Decode over paged latents beside the same in eager PyTorch."""
+"""Decode over paged latents beside FlashMLA, and beside the same in eager PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import hopwell
 
-from ..problem import Call, Problem, measured, torch_peer
+from ..problem import FLASH_MLA, Call, Peer, Problem, flash_mla, measured, torch_peer
 from ..scale import DEVICE, cold_copies
 
 D_V, BLOCK = 512, 64
 D_QK = {1152: 576, 656: 576, 584: 512}  # by bytes of a row: bf16, DeepSeek-V3.2, V4
+BF16_ROW = 1152
+FLASH_MLA_HEADS = 64  # fewest query heads that FlashMLA supports; 128 is the other number
 
 
 def _cache(row: int, tokens: int) -> Tensor:
@@ -86,13 +89,35 @@ def sparse_mla_decode(
     def read(results: list[Tensor]) -> list[Tensor]:
         return [results[0][:b], results[1][:b]]
 
+    def flashmla() -> Call:
+        module, options = flash_mla()
+        heads = functional.pad(q, (0, 0, 0, max(0, FLASH_MLA_HEADS - h_q)))
+        plan, _ = module.get_mla_metadata()  # empty; the first call fills it, and calls of one shape may share it
+        return lambda i: module.flash_mla_with_kvcache(
+            *(heads[i], cache[:, :, None], None, None, D_V, plan, None),
+            softmax_scale=d_qk**-0.5,
+            is_fp8_kvcache=True,
+            indices=indices[i],
+            **options,
+        )
+
+    def read_flashmla(results: list[Tensor]) -> list[Tensor]:
+        out, lse = results
+        return [out[:b, :, :h_q], lse[:b, :h_q].transpose(1, 2)]
+
     def pytorch() -> Call:
         return lambda i: _attend(q[i, :b], _rows(cache, chosen[i].long()))
 
+    peers = [torch_peer("torch eager", pytorch, read)]
+    if row != BF16_ROW:
+        note = "the plan of its splits is not timed"
+        if h_q < FLASH_MLA_HEADS:
+            note += f"; q has {FLASH_MLA_HEADS - h_q} more heads of zeros, whose addition is not timed"
+        peers.insert(0, Peer("FlashMLA", FLASH_MLA, flashmla, read_flashmla, note))
     return Problem(
         lambda i: list(hopwell.sparse_mla_decode(q[i], cache, indices[i], d_qk**-0.5, keys_per_split=keys_per_split)),
         read,
-        [torch_peer("torch eager", pytorch, read)],
+        peers,
         copies=copies,
         bytes=size,
     )
