@@ -91,7 +91,7 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 }
 
 /// The same for an integer: what follows from it is computed after this point, so it occupies no register before.
-HOPWELL_DEVICE void pin_registers([[maybe_unused]] int& x) {
+HOPWELL_DEVICE void pin_registers([[maybe_unused]] uint32_t& x) {
 #if HOPWELL_ON_DEVICE
   asm volatile("" : "+r"(x));
 #endif

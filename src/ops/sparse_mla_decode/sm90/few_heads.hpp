@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) s.tiles.initialise();
+  if (arch::thread_index() == 0) s.tiles.initialise(Config::kReaders / 32);
   arch::syncthreads();
   if (arch::warpgroup_index() == 0) {
     arch::setmaxnreg_dec<Config::kConsumerRegisters>();

@@ -3,8 +3,8 @@
 //     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
-// Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
-//           warpgroup 1  high      O += P V for columns 256 to 511
+// Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 127
+//           warpgroup 1  high      O += P V for columns 128 to 511
 //           warpgroups   producer  list the rows of valid entries, load them, decode codes to bf16 and store them to
 //           2, 3                   panels for wgmma: see producer.hpp
 // Timeline  low       S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 1 V ▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 2 V ▓▓▓▓│
@@ -22,8 +22,8 @@
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,536 + ~700 = 231,632 B
-//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + 16 for P + ~15 (160); producers
-//           32 to 36 for codes on their way + 8 for scales + ~36 (80)
+//           registers: low 64 for O + 32 for S + 16 for P + ~16 (128); high 192 for O + ~32 (224); producers 32 to 40 for
+//           codes on their way + ~40 (80)
 // Bound     per key: 34 clocks of the tensor cores; shared memory 1,152 B written, 2,304 B read by S, 1,024 B by P V: 36
 //           clocks; 35 clocks of DRAM on an H200 (656-byte rows); the decoder about 16 clocks of the integer pipe
 #pragma once
@@ -41,7 +41,7 @@ enum class Role { low, high, producer };  // of the warpgroups; the third and th
 template <class TheRow>
 struct Config : KeyTile<TheRow, 2, 256> {
   static constexpr int kHeads = 64, kReaders = 256, kThreads = kReaders + 256;
-  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 80;
+  static constexpr int kHighRegisters = 224, kProducerRegisters = 80;  // low: 128, as at the launch
 };
 
 template <class Config>
@@ -51,13 +51,14 @@ struct Storage {
   alignas(1024) unsigned char p[tile::kPanelBytes];
   KeyTiles<Config> tiles;
   float row_scale[Config::kHeads], factor[Config::kHeads];  // of O before a tile; of O at the end
+  float scale_log2;  // sm_scale · kv_scale, in units of log 2. Here to save a register
   tile::RingBarriers<1> p_ring;
   arch::mbarrier scores_done, factors_full;
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    constexpr uint32_t kWarps = Config::kReadingWarps;
-    tiles.initialise();
+    constexpr uint32_t kWarps = 4;  // of a warpgroup
+    tiles.initialise(2 * kWarps);
     p_ring.init(kWarps, kWarps);
     tile::init_barriers(kWarps, scores_done, factors_full);
   }
@@ -128,32 +129,40 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-// O of a warpgroup: 64 heads, two times 128 columns. ptxas refuses a product with 256 columns in a CTA of 512 threads.
-using Output = float[2][64];
+// O of a warpgroup: 64 heads, blocks of 128 columns. ptxas refuses a product with 256 columns in a CTA of 512 threads.
+template <int kBlocks>
+using Output = float[kBlocks][64];
+constexpr int kLowBlocks = 1, kHighBlocks = 3;  // the low warpgroup has fewer columns, because it has S and the softmax
 
-// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns from panel 4 · group on, which are released then.
-// `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
-template <class Config, class Slot, class Multiply>
-HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
-                                    Output& out, bool first, const Multiply& multiply) {
-  const uint32_t panels =
-      arch::shared_address(s.panels[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
+// O = O · row_scale + P V: 64 heads, 64 keys, the warpgroup's columns from block first_block on. Then it releases the
+// panels. `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
+template <class Config, class Slot, int kBlocks, class Multiply>
+HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int first_block,
+                                    const float (&row_scale)[2], float (&out)[kBlocks][64], bool first,
+                                    const Multiply& multiply) {
+  const uint32_t panels = arch::shared_address(s.panels[slot.stage()]) + uint32_t(first_block * 2) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
   if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
     HOPWELL_UNROLL
-    for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= row_scale[i / 2 % 2];
+    for (auto& block : out) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 64; ++i) block[i] *= row_scale[i / 2 % 2];
+    }
   }
   arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half)
-      multiply(out[half], step, v + ((uint32_t(step) * 16 * 128 + uint32_t(half) * 2 * tile::kPanelBytes) >> 4),
+    for (int block = 0; block < kBlocks; ++block)
+      multiply(out[block], step, v + ((uint32_t(step) * 16 * 128 + uint32_t(block) * 2 * tile::kPanelBytes) >> 4),
                !first || step > 0);
   }
   arch::wgmma_commit();
-  arch::wgmma_wait<0>(out[0], out[1]);
-  slot.release(group);
+  arch::wgmma_wait<0>();
+  HOPWELL_UNROLL
+  for (auto& block : out) arch::pin_registers(block);
+  slot.release(0);
+  slot.release(1);
 }
 constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 
@@ -164,9 +173,10 @@ HOPWELL_DEVICE int row_of_thread(int r) {
   return arch::thread_index() % 128 / 32 * 16 + arch::lane_index() / 4 + 8 * r;
 }
 
-// Stores this warpgroup's 256 columns from first_column on: of a partial result, or with `factor` of the final one.
-template <class Config>
-HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
+// Stores this warpgroup's columns from first_column on: of a partial result, or with `factor` of the final one.
+template <class Config, int kBlocks>
+HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const float (&out)[kBlocks][64],
+                                  const float (&factor)[2]) {
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -175,7 +185,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
     if (p.splits > 1) {
       float* const row = p.partial_out + (int64_t{work.number} * p.h_q + head) * kDv + column;
       HOPWELL_UNROLL
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 16 * kBlocks; ++i) {
         const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
         arch::store_vector(row + 8 * i, arch::Words2{arch::bit_cast<uint32_t>(x[0]), arch::bit_cast<uint32_t>(x[1])});
       }
@@ -183,7 +193,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
     }
     const int64_t row = row_of_out(p, work.query, head) + column;
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 16 * kBlocks; ++i) {
       const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
       const float low = final_value(x[0], factor[r]), high = final_value(x[1], factor[r]);
       if (p.out_is_fp32) {
@@ -217,11 +227,10 @@ HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[
 
 template <class Config>
 HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
+  if (arch::thread_index() == 0) s.scale_log2 = p.scale_log2 * p.kv_scale_factor();
   load_query<Config>(p, arch::shared_address(s.q));
-  const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
-  const uint32_t p_panel = arch::shared_address(s.p);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-  Output out = {};
+  Output<kLowBlocks> out = {};
   tile::ring_stage(s.tiles.ring, 0).wait_full(0);
   const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
@@ -232,13 +241,13 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
-    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
+    if constexpr (Config::kGroups > Config::kRopeGroup) tile::arrive_warp(slot.empty(Config::kRopeGroup), 2);
     tile::arrive_warp(s.scores_done);
     is_last = s.tiles.is_last[slot.stage()];
-    softmax(scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
+    softmax(s.scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
     tile::Probabilities probabilities;
     p_slot.wait_empty();
-    probabilities.round_and_store(scores, p_panel);
+    probabilities.round_and_store(scores, arch::shared_address(s.p));
     if (arch::lane_index() % 4 == 0) {
       HOPWELL_UNROLL
       for (int r = 0; r < 2; ++r) s.row_scale[row_of_thread(r)] = row_scale[r];
@@ -268,7 +277,7 @@ template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
-  Output out = {};
+  Output<kHighBlocks> out = {};
   tile::ring_stage(s.tiles.ring, 0).wait_full(0);
   const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
@@ -283,9 +292,10 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     is_last = s.tiles.is_last[slot.stage()];
     // Not before the next scores are complete, so that the products do not delay them.
     if (!is_last) arch::mbarrier_wait(s.scores_done, uint32_t((tile + 1) % 2));  // kept: order alone, for speed
-    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
-      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
-    });
+    multiply_values(s, slot, kLowBlocks, row_scale, out, tile == 0,
+                    [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+                      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
+                    });
     p_slot.release();
   }
   float factor[2] = {0, 0};
@@ -294,7 +304,7 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) factor[r] = s.factor[row_of_thread(r)];
   }
-  if (has_keys || p.splits == 1) store_columns<Config>(p, 256, out, factor);
+  if (has_keys || p.splits == 1) store_columns<Config>(p, kLowBlocks * 128, out, factor);
 }
 
 #endif
@@ -315,7 +325,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     arch::setmaxnreg_dec<Config::kProducerRegisters>();
     produce<false>(p, s.tiles, s.panels);
   } else if (role == Role::low) {
-    arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);
   } else {
     arch::setmaxnreg_inc<Config::kHighRegisters>();

@@ -31,53 +31,58 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // A producer's place among the producers. What follows from it is computed where it is needed, to save registers.
 struct Producer {
-  static HOPWELL_DEVICE int index() {
-    int index = arch::thread_index();
+  static HOPWELL_DEVICE uint32_t index() {
+    auto index = uint32_t(arch::thread_index());
     arch::pin_registers(index);
     return index;
   }
-  static HOPWELL_DEVICE int thread() { return index() % 128; }  // of its warpgroup
+  static HOPWELL_DEVICE int thread() { return int(index() % 128); }  // of its warpgroup
   template <class Tile>
   static HOPWELL_DEVICE int group() {
-    return Tile::kProducingGroups == 1 ? 0 : index() / 128 % 2;
+    return Tile::kProducingGroups == 1 ? 0 : int(index() / 128 % 2);
   }
-  // First of the warp's 16 rows of a tile. Without warp_index(), which a whole warp must call.
-  static HOPWELL_DEVICE int first_row() { return thread() / 32 * 16; }
 };
 
-// The addresses of a tile's rows in a list.
+// Row of a list with which a warpgroup's tile begins. With one warpgroup a list has up to two tiles; else a tile for each.
+template <class Tile>
+HOPWELL_DEVICE int first_of_list(int first_of_one) {
+  return Tile::kProducingGroups == 1 ? first_of_one : Producer::group<Tile>() * Tile::kKeys;
+}
+
+// The addresses of a tile's rows. Rows are numbered through both lists.
 template <class Tile>
 struct RowsOfTile {
-  const KeyTiles<Tile>& s;
-  int first, last;  // numbers in the two lists: of the tile's first row, and of the last row of its list
+  const KeyTiles<Tile>* s;
+  int first_of_one;  // see first_of_list()
+  int last;          // row of the list
 
-  [[nodiscard]] HOPWELL_DEVICE int number(int row) const { return first + row < last ? first + row : last; }
-  [[nodiscard]] HOPWELL_DEVICE const unsigned char* data(int row) const { return s.rows[number(row)]; }
-  [[nodiscard]] HOPWELL_DEVICE const unsigned char* second(int row) const { return s.second[number(row)]; }
+  [[nodiscard]] HOPWELL_DEVICE int number(int row) const {
+    const int n = (last & Tile::kListed) + first_of_list<Tile>(first_of_one) + row;
+    return n < last ? n : last;
+  }
+  [[nodiscard]] HOPWELL_DEVICE const unsigned char* data(int row) const { return s->rows[number(row)]; }
+  [[nodiscard]] HOPWELL_DEVICE const unsigned char* second(int row) const { return s->second[number(row)]; }
 };
 
 // Lists the rows of a split's valid entries in order, kListed entries at a time, and cuts the list into tiles. Entries
-// and pages of the next lists are loaded ahead. Every warpgroup finds all valid entries and keeps the rows of its tiles.
+// of the next list are loaded ahead. Every warpgroup finds all valid entries and keeps the rows of its tiles.
 template <class Tile>
 struct TilesOfSplit {
   using Row = typename Tile::Row;
   const SplitParams& p;
   KeyTiles<Tile>& s;
   uint32_t next = 0;            // first entry of the next list
-  int entry, page;              // this thread's entry of the next list, and its page
-  int after;                    // its entry of the list after it
-  int first_of_one = 0;         // with one warpgroup: see first()
+  int entry;                    // this thread's entry of the next list
+  int first_of_one = 0;         // see first_of_list()
   int list_begin = 0;           // of the list with the tile's rows: 0 or kListed
-  int tiles_before = 0;         // in earlier lists
   bool is_last_before = false;  // whether the tile before the present one was the split's last
 
   // All threads of the warpgroup call it.
   HOPWELL_DEVICE TilesOfSplit(const SplitParams& params, KeyTiles<Tile>& tiles) : p(params), s(tiles) {
     const Entries of_split(p, Work(p, 1));
-    if (Producer::thread() == 0) s.entries[group()] = of_split;
+    if (Producer::thread() == 0) s.entries[group()] = of_split, s.tiles_before[group()] = 0;
     if (Producer::thread() < 4) counts_of_list(0)[Producer::thread()] = 0;
-    entry = of_split.entry(uint32_t(Producer::thread())), page = of_split.page(entry);
-    after = of_split.entry(uint32_t(Tile::kListed + Producer::thread()));
+    entry = of_split.entry(uint32_t(Producer::thread()));
     synchronise();
   }
   static HOPWELL_DEVICE int group() { return Producer::group<Tile>(); }
@@ -85,15 +90,13 @@ struct TilesOfSplit {
   // Valid entries that each warp has found for the list that ends before entry `end`. Two lists have different places,
   // because a warp may read the counts of the earlier one while another warp writes.
   HOPWELL_DEVICE int (&counts_of_list(uint32_t end))[4] { return s.counts[group()][end / Tile::kListed % 2]; }
-  // Rows of the list.
-  [[nodiscard]] HOPWELL_DEVICE int listed() const {
-    const int (&counts)[4] = s.counts[group()][next / Tile::kListed % 2];
+  // Rows of the list that ends before entry `end`; of the present list.
+  [[nodiscard]] HOPWELL_DEVICE int rows_of_list(uint32_t end) const {
+    const int (&counts)[4] = s.counts[group()][end / Tile::kListed % 2];
     return counts[0] + counts[1] + (counts[2] + counts[3]);
   }
-  // Row of the list with which the tile begins.
-  [[nodiscard]] HOPWELL_DEVICE int first() const {
-    return Tile::kProducingGroups == 1 ? first_of_one : group() * Tile::kKeys;
-  }
+  [[nodiscard]] HOPWELL_DEVICE int listed() const { return rows_of_list(next); }
+  [[nodiscard]] HOPWELL_DEVICE int first() const { return first_of_list<Tile>(first_of_one); }
 
   // Goes to the warpgroup's next tile. Returns whether there is one. All threads of the warpgroup call it.
   HOPWELL_DEVICE bool advance() {
@@ -111,14 +114,12 @@ struct TilesOfSplit {
     return false;
   }
   // Of the tile: its number in the split, its keys and its rows.
-  [[nodiscard]] HOPWELL_DEVICE int number() const { return tiles_before + first() / Tile::kKeys; }
+  [[nodiscard]] HOPWELL_DEVICE int number() const { return s.tiles_before[group()] + first() / Tile::kKeys; }
   [[nodiscard]] HOPWELL_DEVICE int valid_keys() const {
     const int left = listed() - first();
     return left < Tile::kKeys ? left : Tile::kKeys;
   }
-  [[nodiscard]] HOPWELL_DEVICE RowsOfTile<Tile> rows() const {
-    return {s, list_begin + first(), list_begin + listed() - 1};
-  }
+  [[nodiscard]] HOPWELL_DEVICE RowsOfTile<Tile> rows() const { return {&s, first_of_one, list_begin + listed() - 1}; }
 
  private:
   static HOPWELL_DEVICE void synchronise() {
@@ -130,12 +131,13 @@ struct TilesOfSplit {
 
   HOPWELL_DEVICE void list() {
     const int warp = Producer::thread() / 32, lane = arch::lane_index();
-    const int slot = entries().slot(entry, page);
+    const int slot = entries().slot(entry, entries().page(entry));
     const uint32_t valid = arch::ballot(slot >= 0);
-    tiles_before += (listed() + Tile::kKeys - 1) / Tile::kKeys;
     next += Tile::kListed;
     if (lane == 0) counts_of_list(next)[warp] = std::popcount(valid);
     synchronise();
+    if (Producer::thread() == 0)
+      s.tiles_before[group()] += (rows_of_list(next - Tile::kListed) + Tile::kKeys - 1) / Tile::kKeys;
     int before = std::popcount(valid & ((1U << lane) - 1));
     HOPWELL_UNROLL
     for (int w = 0; w < 4; ++w) before += w < warp ? counts_of_list(next)[w] : 0;
@@ -146,21 +148,20 @@ struct TilesOfSplit {
       s.rows[list_begin + before] = address.data;
       if constexpr (RowAddress<Row>::kHasSecond) s.second[list_begin + before] = address.second;
     }
-    entry = after, page = entries().page(entry);
-    after = entries().entry(next + uint32_t(Tile::kListed + Producer::thread()));
+    entry = entries().entry(next + uint32_t(Producer::thread()));
     synchronise();
   }
 };
 
-// Publishes a tile's number of keys, when its first group is empty and before its first part is committed; and whether it
-// is the last tile, when the second group is empty and before the second part is committed.
+// Publishes the number of keys of the present tile, when its first group is empty and before its first part is committed;
+// and whether the tile before is the last one, when its second group is empty and before its second part is committed.
 template <class Tile>
-HOPWELL_DEVICE void publish_keys(KeyTiles<Tile>& s, int stage, int valid_keys) {
-  if (Producer::thread() == 0) s.valid_keys[stage] = valid_keys;
+HOPWELL_DEVICE void publish_keys(const TilesOfSplit<Tile>& tiles, int stage) {
+  if (Producer::thread() == 0) tiles.s.valid_keys[stage] = tiles.valid_keys();
 }
 template <class Tile>
-HOPWELL_DEVICE void publish_end(KeyTiles<Tile>& s, int stage, bool is_last) {
-  if (Producer::thread() == 0) s.is_last[stage] = is_last;
+HOPWELL_DEVICE void publish_end(const TilesOfSplit<Tile>& tiles, int stage) {
+  if (Producer::thread() == 0) tiles.s.is_last[stage] = tiles.is_last_before;
 }
 // Tells the other roles whether the split has keys. The first tile is the first warpgroup's. Executed before the first
 // commit.
@@ -177,14 +178,17 @@ struct LanePlace {
   using Row = typename Tile::Row;
   static constexpr int kRows = 8;
   static constexpr int kRopeRows = Row::kHasRope && !Row::kRopeIsPlain ? 2 : 0;
-  int lane, first_row;
+  uint32_t index = Producer::index();
 
-  HOPWELL_DEVICE LanePlace() : lane(Producer::index() % 32), first_row(Producer::first_row()) {}
-  [[nodiscard]] HOPWELL_DEVICE int chunk() const { return lane % 4; }  // of 16 codes in the panel
-  [[nodiscard]] HOPWELL_DEVICE int panel(int part) const { return part * Tile::kPanelsOfGroup + lane / 8; }
+  [[nodiscard]] HOPWELL_DEVICE int lane() const { return int(index % 32); }
+  [[nodiscard]] HOPWELL_DEVICE int first_row() const {
+    return index % 128 / 32 * 16;
+  }  // of the warp's 16 rows of a tile
+  [[nodiscard]] HOPWELL_DEVICE int chunk() const { return lane() % 4; }  // of 16 codes in the panel
+  [[nodiscard]] HOPWELL_DEVICE int panel(int part) const { return part * Tile::kPanelsOfGroup + lane() / 8; }
   // Row of the tile.
-  [[nodiscard]] HOPWELL_DEVICE int row(int i) const { return first_row + lane / 4 % 2 + 2 * i; }
-  [[nodiscard]] HOPWELL_DEVICE int rope_row(int i) const { return first_row + lane / 4 + 8 * i; }
+  [[nodiscard]] HOPWELL_DEVICE int row(int i) const { return first_row() + lane() / 4 % 2 + 2 * i; }
+  [[nodiscard]] HOPWELL_DEVICE int rope_row(int i) const { return first_row() + lane() / 4 + 8 * i; }
   // Whether the lane's panel has codes.
   [[nodiscard]] HOPWELL_DEVICE bool has_codes(int part) const { return Tile::kPlainPanel != 7 || panel(part) != 7; }
   // Offset of the lane's codes in a row.
@@ -205,33 +209,36 @@ struct WarpScales {
   uint32_t word;
 
   HOPWELL_DEVICE void load(const RowsOfTile<Tile>& rows, const Place& place, int part) {
-    const int row = place.first_row + place.lane / kWords % 16;
-    word = *reinterpret_cast<const uint32_t*>(Place::scales(rows, row) + 4 * (part * kWords + place.lane % kWords));
+    const int row = place.first_row() + place.lane() / kWords % 16;
+    word = *reinterpret_cast<const uint32_t*>(Place::scales(rows, row) + 4 * (part * kWords + place.lane() % kWords));
   }
-  // Converts scales of fp32 to factors. Returns whether all of them are exact.
-  HOPWELL_DEVICE bool convert() {
-    if constexpr (!kIsFp32) return true;
-    const auto factor = tile::ScaledCodes::factor_of(arch::bit_cast<float>(word));
-    word = factor.pair;
-    return arch::ballot(!factor.exact) == 0;
+  // Converts scales of fp32 to factors. Returns whether the factors of all of the warp's codes are exact.
+  HOPWELL_DEVICE bool convert([[maybe_unused]] int part) {
+    bool exact = true;
+    if constexpr (kIsFp32) {
+      const auto factor = tile::ScaledCodes::factor_of(arch::bit_cast<float>(word));
+      word = factor.pair, exact = factor.exact;
+    } else {
+      if (Tile::kPlainPanel == 7 && part == 1) word = (word & 0xffffff) | 127u << 24;  // the last panel has no scale
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) exact = exact && tile::ScaledCodes::factor_of_ue8m0(word >> 8 * i & 0xff).exact;
+    }
+    return arch::ballot(!exact) == 0;
   }
   // The factor of the lane's codes of row i. The whole warp calls it.
-  [[nodiscard]] HOPWELL_DEVICE tile::ScaledCodes::Factor factor(const Place& place, int i) const {
+  [[nodiscard]] HOPWELL_DEVICE uint32_t factor(const Place& place, int i) const {
     const int at = place.codes_at(0) / Row::kFormat.tile * kBytesOfScale;  // of the scale in the part
-    const uint32_t of_row = arch::shuffle(word, (place.row(i) - place.first_row) * kWords + at / 4);
-    if constexpr (kIsFp32)
-      return {of_row, true};
-    else
-      return tile::ScaledCodes::factor_of_ue8m0(of_row >> at % 4 * 8 & 0xff);
+    const uint32_t of_row = arch::shuffle(word, (place.row(i) - place.first_row()) * kWords + at / 4);
+    return kIsFp32 ? of_row : tile::ScaledCodes::factor_of_ue8m0(of_row >> at % 4 * 8 & 0xff).pair;
   }
 };
 // Rows without scales.
 template <class Tile>
 struct NoScales {
   HOPWELL_DEVICE void load(const RowsOfTile<Tile>&, const LanePlace<Tile>&, int) {}
-  HOPWELL_DEVICE bool convert() { return true; }
-  [[nodiscard]] HOPWELL_DEVICE tile::ScaledCodes::Factor factor(const LanePlace<Tile>&, int) const {
-    return tile::ScaledCodes::factor_of(1);
+  HOPWELL_DEVICE bool convert(int) { return true; }
+  [[nodiscard]] HOPWELL_DEVICE uint32_t factor(const LanePlace<Tile>&, int) const {
+    return tile::ScaledCodes::factor_of(1).pair;
   }
 };
 
@@ -241,7 +248,6 @@ struct LaneCodes {
   using Row = typename Tile::Row;
   using Place = LanePlace<Tile>;
   arch::Words4 codes[Place::kRows];
-  arch::Words4 rope[Place::kRopeRows > 0 ? Place::kRopeRows : 1];
   std::conditional_t<Row::kHasScales, WarpScales<Tile>, NoScales<Tile>> scales;
 
   // Starts the loads.
@@ -250,50 +256,50 @@ struct LaneCodes {
     scales.load(rows, place, part);
     HOPWELL_UNROLL
     for (int i = 0; i < Place::kRows; ++i)
-      codes[i] = arch::load_streaming(rows.data(place.row(i)) + place.codes_at(part));
-    if constexpr (Place::kRopeRows > 0) {
-      if (part == 0) return;
-      HOPWELL_UNROLL
-      for (int i = 0; i < Place::kRopeRows; ++i)
-        rope[i] = arch::load_streaming(rows.data(place.rope_row(i)) + 512 + 16 * place.chunk());
-    }
+      codes[i] =
+          place.has_codes(part) ? arch::load_streaming(rows.data(place.row(i)) + place.codes_at(part)) : arch::Words4{};
   }
 
-  // Decodes the codes and stores them to the panels at address `panels`. Returns false if a factor of the lane's codes is
-  // not exact or a code is NaN; then decode_exactly() follows. The whole warp calls it.
-  HOPWELL_DEVICE bool decode(uint32_t panels, int part) {
+  // Decodes the codes and stores them to the panels at address `panels`. Returns false if a factor is not exact or
+  // one of the lane's codes is NaN; then decode_exactly() follows. The whole warp calls it.
+  HOPWELL_DEVICE bool decode(const RowsOfTile<Tile>& rows, uint32_t panels, int part) {
     const Place place;
-    bool exact = scales.convert();
-    tile::ScaledCodes decoder(true);
+    tile::ScaledCodes decoder(scales.convert(part));
     const uint32_t to =
         panels + uint32_t(place.panel(part)) * tile::kPanelBytes + tile::swizzled(place.row(0), 2 * place.chunk());
     HOPWELL_UNROLL
     for (int i = 0; i < Place::kRows; ++i) {
-      const auto factor = scales.factor(place, i);
-      if (!place.has_codes(part)) continue;
-      exact = exact && factor.exact;
-      store(codes[i], factor.pair, (to ^ uint32_t(2 * i % 8 * 16)) + uint32_t(2 * i * 128), decoder);
+      const uint32_t factor = scales.factor(place, i);
+      store(codes[i], factor, (to ^ uint32_t(2 * i % 8 * 16)) + uint32_t(2 * i * 128), place.has_codes(part), decoder);
     }
     if constexpr (Place::kRopeRows > 0) {
-      if (part == 1) {
-        const uint32_t at = panels + 8 * tile::kPanelBytes + tile::swizzled(place.rope_row(0), 2 * place.chunk());
-        HOPWELL_UNROLL
-        for (int i = 0; i < Place::kRopeRows; ++i)
-          store(rope[i], scales.factor(place, i).pair, at + uint32_t(8 * i * 128), decoder);
-      }
+      if (part == 1) decode_rope(rows, panels, decoder);
     }
-    return !place.has_codes(part) || (exact && decoder.is_right());
+    return !place.has_codes(part) || decoder.is_right();
   }
 
  private:
-  // Decodes 16 codes to two chunks, at `to` and at to ^ 16.
-  static HOPWELL_DEVICE void store(const arch::Words4& from, uint32_t factor, uint32_t to, tile::ScaledCodes& decoder) {
+  // RoPE in codes, which are loaded when the registers of the others are free.
+  HOPWELL_DEVICE void decode_rope(const RowsOfTile<Tile>& rows, uint32_t panels, tile::ScaledCodes& decoder) const {
+    const Place place;
+    arch::Words4 rope[Place::kRopeRows > 0 ? Place::kRopeRows : 1];
+    HOPWELL_UNROLL
+    for (int i = 0; i < Place::kRopeRows; ++i)
+      rope[i] = arch::load_streaming(rows.data(place.rope_row(i)) + 512 + 16 * place.chunk());
+    const uint32_t to = panels + 8 * tile::kPanelBytes + tile::swizzled(place.rope_row(0), 2 * place.chunk());
+    HOPWELL_UNROLL
+    for (int i = 0; i < Place::kRopeRows; ++i)
+      store(rope[i], scales.factor(place, i), to + uint32_t(8 * i * 128), true, decoder);
+  }
+  // Decodes 16 codes to two chunks, at `to` and at to ^ 16. A lane without codes stores nothing.
+  static HOPWELL_DEVICE void store(const arch::Words4& from, uint32_t factor, uint32_t to, bool has_codes,
+                                   tile::ScaledCodes& decoder) {
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
       arch::Words4 chunk;
       HOPWELL_UNROLL
       for (int j = 0; j < 2; ++j) decoder.decode(from.w[2 * half + j], factor, &chunk.w[2 * j]);
-      arch::store_shared_v4(to ^ uint32_t(16 * half), chunk);
+      if (has_codes) arch::store_shared_v4(to ^ uint32_t(16 * half), chunk);
     }
   }
 };
@@ -328,65 +334,100 @@ HOPWELL_DEVICE void decode_exactly(const RowsOfTile<Tile>& rows, unsigned char* 
   }
 }
 
-// Copies the panel of bf16 of this warp's rows of codes.
-template <class Tile>
-HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, uint32_t panels) {
-  const LanePlace<Tile> place;
-  const int chunk = place.lane % 8, first = place.first_row + place.lane / 8;
-  const uint32_t to = panels + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes + tile::swizzled(first, chunk);
-  HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i)
-    arch::cp_async(tile::four_rows_on(to, uint32_t(i)),
-                   rows.data(first + 4 * i) + Tile::Row::kFormat.plain_at + 16 * chunk);
+// Copies the panel of bf16 of this warp's rows of codes, if there is one, after its group is empty. It belongs to the
+// second part of the tile, and is complete when that is committed.
+template <class Tile, class Slot>
+HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, KeyPanels<Tile>& panels, const Slot& slot) {
+  if constexpr (Tile::kPlainPanel >= 0) {
+    const LanePlace<Tile> place;
+    const int chunk = place.lane() % 8, first = place.first_row() + place.lane() / 8;
+    const uint32_t to = arch::shared_address(panels[slot.stage()]) + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes +
+                        tile::swizzled(first, chunk);
+    slot.wait_empty(Tile::kPlainPanel / Tile::kPanelsOfGroup);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)
+      arch::cp_async(tile::four_rows_on(to, uint32_t(i)),
+                     rows.data(first + 4 * i) + Tile::Row::kFormat.plain_at + 16 * chunk);
+  }
 }
 
-// kHoldsTile: whether a lane has registers for both parts of a tile.
-template <bool kHoldsTile, class Tile>
-HOPWELL_DEVICE void produce_from_codes(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
-  TilesOfSplit<Tile> tiles(p, s);
-  bool more = tiles.advance();
-  publish_has_keys(s, more);
-  if (!more) {
-    if (tiles.group() == 0) tile::ring_stage(s.ring, 0).commit(0);
-    return;
+// Finds the warpgroup's first tile. Returns whether there is one.
+template <class Tile>
+HOPWELL_DEVICE bool begin_codes(TilesOfSplit<Tile>& tiles) {
+  const bool more = tiles.advance();
+  publish_has_keys(tiles.s, more);
+  if (!more && tiles.group() == 0) tile::ring_stage(tiles.s.ring, 0).commit(0);
+  return more;
+}
+
+// Waits until a part's groups are empty, decodes it and commits it. `tiles` is at the tile for the first part, and one
+// further for the second.
+template <class Tile, class Slot>
+HOPWELL_DEVICE void decode_part(const TilesOfSplit<Tile>& tiles, KeyPanels<Tile>& panels, const Slot& slot,
+                                const RowsOfTile<Tile>& rows, LaneCodes<Tile>& codes, int part) {
+  const int stage = slot.stage();
+  const uint32_t to = arch::shared_address(panels[stage]);
+  slot.wait_empty(part);
+  if (part == 0) publish_keys(tiles, stage);
+  if (part == 1) {
+    if constexpr (Tile::kGroups > Tile::kRopeGroup && Tile::kPlainPanel < 0) slot.wait_empty(Tile::kRopeGroup);
+    publish_end(tiles, stage);
   }
-  LaneCodes<Tile> codes[kHoldsTile ? 2 : 1];
-  LaneCodes<Tile>&left = codes[0], &right = codes[kHoldsTile ? 1 : 0];
-  left.load(tiles.rows(), 0);
-  if constexpr (kHoldsTile) right.load(tiles.rows(), 1);
+  if (!codes.decode(rows, to, part)) decode_exactly(rows, panels[stage], part);
+  if constexpr (Tile::kPlainPanel >= 0) {
+    if (part == 1) arch::cp_async_wait_all();
+  }
+  arch::fence_proxy_async();
+  slot.commit(part);
+}
+
+// A lane has registers for one part of a tile. Both parts have the same code, because a longer one misses the instruction
+// cache.
+template <class Tile>
+HOPWELL_DEVICE void produce_parts(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  TilesOfSplit<Tile> tiles(p, s);
+  bool more = begin_codes(tiles);
+  if (!more) return;
+  LaneCodes<Tile> codes;
+  RowsOfTile<Tile> rows = tiles.rows();
+  codes.load(rows, 0);
+  int number = tiles.number(), part = 0;
   HOPWELL_NO_UNROLL
   for (;;) {
+    const tile::RingSlot slot(s.ring, number);
+    decode_part(tiles, panels, slot, rows, codes, part);
+    if (part == 0) {
+      more = tiles.advance();
+      copy_plain_panel(rows, panels, slot);
+    } else if (more) {
+      rows = tiles.rows(), number = tiles.number();
+    } else {
+      return;
+    }
+    part ^= 1;
+    codes.load(rows, part);
+  }
+}
+
+// A lane has registers for both parts of a tile.
+template <class Tile>
+HOPWELL_DEVICE void produce_tiles(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  TilesOfSplit<Tile> tiles(p, s);
+  bool more = begin_codes(tiles);
+  if (!more) return;
+  LaneCodes<Tile> left, right;
+  left.load(tiles.rows(), 0);
+  right.load(tiles.rows(), 1);
+  HOPWELL_NO_UNROLL
+  while (more) {
     const tile::RingSlot slot(s.ring, tiles.number());
-    const int stage = slot.stage();
-    const uint32_t to = arch::shared_address(panels[stage]);
     const RowsOfTile<Tile> rows = tiles.rows();
-    slot.wait_empty(0);
-    publish_keys(s, stage, tiles.valid_keys());
-    if (!left.decode(to, 0)) decode_exactly(rows, panels[stage], 0);
-    arch::fence_proxy_async();
-    slot.commit(0);
-    if constexpr (Tile::kPlainPanel == 8) {
-      slot.wait_empty(Tile::kRopeGroup);
-      copy_plain_panel(rows, to);
-    }
+    decode_part(tiles, panels, slot, rows, left, 0);
     more = tiles.advance();
-    if constexpr (!kHoldsTile) right.load(rows, 1);
-    if constexpr (kHoldsTile) {
-      if (more) left.load(tiles.rows(), 0);
-    }
-    slot.wait_empty(1);
-    if constexpr (Tile::kPlainPanel == 7) copy_plain_panel(rows, to);
-    if constexpr (Tile::kGroups > Tile::kRopeGroup && Tile::kPlainPanel < 0) slot.wait_empty(Tile::kRopeGroup);
-    publish_end(s, stage, tiles.is_last_before);
-    if (!right.decode(to, 1)) decode_exactly(rows, panels[stage], 1);
-    if constexpr (Tile::kPlainPanel >= 0) arch::cp_async_wait_all();
-    arch::fence_proxy_async();
-    slot.commit(1);
-    if (!more) return;
-    if constexpr (kHoldsTile)
-      right.load(tiles.rows(), 1);
-    else
-      left.load(tiles.rows(), 0);
+    if (more) left.load(tiles.rows(), 0);
+    copy_plain_panel(rows, panels, slot);
+    decode_part(tiles, panels, slot, rows, right, 1);
+    if (more) right.load(tiles.rows(), 1);
   }
 }
 
@@ -398,7 +439,7 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, KeyTiles<Tile>& s, 
   bool more = tiles.advance();
   publish_has_keys(s, more);
   constexpr int kRows = 4;  // of a lane
-  const int lane = arch::lane_index(), first_row = Producer::first_row() + lane / 8;
+  const int lane = arch::lane_index(), first_row = LanePlace<Tile>().first_row() + lane / 8;
   if (!more && tiles.group() == 0) {
     tile::ring_stage(s.ring, 0).commit(0);
     tile::arrive_after_copies<true>(tile::ring_stage(s.ring, 0).full(0));
@@ -409,7 +450,7 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, KeyTiles<Tile>& s, 
     const int stage = slot.stage();
     const uint32_t to = arch::shared_address(panels[stage]) + tile::swizzled(first_row, lane % 8);
     slot.wait_empty(0);
-    publish_keys(s, stage, tiles.valid_keys());
+    publish_keys(tiles, stage);
     const unsigned char *rows[kRows], *second[kRows];
     HOPWELL_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -429,7 +470,7 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, KeyTiles<Tile>& s, 
                        panel == 8 ? second[i] : rows[i] + 128 * panel);
       if (n != Tile::kPanelsOfGroup - 1 && n != Tile::kPanels - 1) continue;
       const int part = n < Tile::kPanelsOfGroup ? 0 : 1;
-      if (part == 1) publish_end(s, stage, tiles.is_last_before);
+      if (part == 1) publish_end(tiles, stage);
       slot.commit(part);
       tile::arrive_after_copies<true>(slot.full(part));
     }
@@ -437,12 +478,15 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, KeyTiles<Tile>& s, 
   arch::cp_async_wait_all();
 }
 
+// kHoldsTile: whether a lane has registers for the codes of a whole tile.
 template <bool kHoldsTile, class Tile>
 HOPWELL_DEVICE void produce(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
   if constexpr (Tile::kCopiesRows)
     produce_from_plain(p, s, panels);
+  else if constexpr (kHoldsTile)
+    produce_tiles(p, s, panels);
   else
-    produce_from_codes<kHoldsTile>(p, s, panels);
+    produce_parts(p, s, panels);
 }
 
 #endif

@@ -12,20 +12,26 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 // past the last one are zeros.
 template <class Config>
 HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
-  constexpr int kChunks = Config::kDqk / 8;
+  constexpr int kChunks = Config::kDqk / 8;  // of a head
   const Work work(p, Config::kHeads);
   const bf16* const of_query = query_of(p, work.query);
+  const int lane = arch::lane_index();
   HOPWELL_NO_UNROLL
-  for (int i = arch::thread_index(); i < Config::kHeads * kChunks; i += Config::kReaders) {
-    const int row = i / kChunks, chunk = i % kChunks, head = work.first_head + row;
+  for (int row = arch::thread_index() / 32; row < Config::kHeads; row += Config::kReaders / 32) {
+    const int head = work.first_head + row;
     const bool valid = head < p.h_q;
-    const bf16* from = of_query + (valid ? head : 0) * p.q_stride[2] + 8 * chunk;
-    const uint32_t at = to + uint32_t(chunk / 8 * Config::kHeads * 128) + tile::swizzled(row, chunk % 8);
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      arch::cp_async(at, from, valid ? 16 : 0);
-    } else {
-      HOPWELL_UNROLL
-      for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
+    const bf16* const of_head = of_query + (valid ? head : 0) * p.q_stride[2];
+    const bool aligned = reinterpret_cast<uintptr_t>(of_head) % 16 == 0;
+    HOPWELL_UNROLL
+    for (int chunk = lane; chunk < kChunks; chunk += 32) {
+      const bf16* const from = of_head + 8 * chunk;
+      const uint32_t at = to + uint32_t(chunk / 8 * Config::kHeads * 128) + tile::swizzled(row, chunk % 8);
+      if (aligned) {
+        arch::cp_async(at, from, valid ? 16 : 0);
+      } else {
+        HOPWELL_UNROLL
+        for (int word = 0; word < 4; ++word) arch::cp_async<4>(at + uint32_t(4 * word), from + 2 * word, valid ? 4 : 0);
+      }
     }
   }
   arch::cp_async_wait_all();
