@@ -160,41 +160,42 @@ HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
+// Writes the selected keys. Lane i has the scores of keys first + 32 i … first + 32 i + 31 as bits, and writes these keys.
 template <class Row>
 HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const Row& row, const WarpScores& scores,
                                const SplitTies& threshold) {
   const int lane = arch::lane_index();
-  BoundCounts own{};
+  uint32_t above = 0, equal = 0;
   HOPWELL_UNROLL
-  for (const uint32_t order : scores.order) {
-    own.reach[0] += order > threshold.order;
-    own.reach[1] += order == threshold.order;
+  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
+    const uint32_t are_above = arch::ballot(scores.order[i] > threshold.order),
+                   are_equal = arch::ballot(scores.order[i] == threshold.order);
+    if (lane == i) above = are_above, equal = are_equal;
   }
-  const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
+  const int own_above = std::popcount(above), own_equal = std::popcount(equal);
+  const int up_to_lane = tile::sum_up_to_lane(own_above | own_equal << 16);
+  const int packed = arch::shuffle(up_to_lane, 31);
   broadcast_counts(s, 2, scores, {packed & 0xffff, packed >> 16, 0});
   arch::cluster_sync();
   const BoundCounts before = sum_counts(s, 2, scores.warp);
-  int above = before.reach[0], equal = before.reach[1];
-  HOPWELL_UNROLL
-  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
-    const uint32_t order = scores.order[i];
-    const uint32_t lanes_before = (1U << lane) - 1;
-    const uint32_t are_above = arch::ballot(order > threshold.order),
-                   are_equal = arch::ballot(order == threshold.order);
-    const int equal_before = equal + std::popcount(are_equal & lanes_before);
-    const bool taken = (are_above >> lane & 1) || ((are_equal >> lane & 1) && equal_before < threshold.equal);
-    const int at = above + std::popcount(are_above & lanes_before) +
-                   (equal_before < threshold.equal ? equal_before : threshold.equal);
-    if (taken && unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
-      row.indices[at] = row.index(scores.first + 32 * i + lane);
-      if (row.top_scores) row.top_scores[at] = score_of(order);
+  int above_before = before.reach[0] + (up_to_lane & 0xffff) - own_above,
+      equal_before = before.reach[1] + (up_to_lane >> 16) - own_equal;
+  const int first = scores.first + 32 * lane;
+  for (uint32_t left = above | equal; left != 0; left &= left - 1) {
+    const int bit = tile::lowest_bit(left), key = first + bit;
+    const bool is_above = (above >> bit & 1) != 0;
+    const int at = above_before + (equal_before < threshold.equal ? equal_before : threshold.equal);
+    if ((is_above || equal_before < threshold.equal) &&
+        unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
+      row.indices[at] = row.index(key);
+      if (row.top_scores) row.top_scores[at] = score_of(sortable_key(row.scores[key]));
     }
-    above += std::popcount(are_above), equal += std::popcount(are_equal);
+    above_before += is_above, equal_before += !is_above;
   }
 }
 
 template <int kWarps, class Params>
-__global__ void __launch_bounds__(32 * kWarps) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());

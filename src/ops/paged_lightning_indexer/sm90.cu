@@ -47,7 +47,7 @@ struct Sm90Item : SequenceTask {
   bool is_last;  // of this CTA
 };
 
-constexpr int kItems = 2;  // of the ring of items
+constexpr int kItems = 4;  // of the ring of items: pages of later items are looked up while earlier keys arrive
 template <class T>
 struct Sm90Storage : indexer::ScoreStorage<T> {
   static constexpr int kWarps = indexer::ScoreConfig<T>::kThreads / 32;

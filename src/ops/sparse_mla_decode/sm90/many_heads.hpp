@@ -53,14 +53,14 @@ struct Storage {
   float row_scale[Config::kHeads], factor[Config::kHeads];  // of O before a tile; of O at the end
   float scale_log2;  // sm_scale · kv_scale, in units of log 2. Here to save a register
   tile::RingBarriers<1> p_ring;
-  arch::mbarrier scores_done, factors_full;
+  arch::mbarrier factors_full;
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
     constexpr uint32_t kWarps = 4;  // of a warpgroup
     tiles.initialise(2 * kWarps);
     p_ring.init(kWarps, kWarps);
-    tile::init_barriers(kWarps, scores_done, factors_full);
+    tile::init_barriers(kWarps, factors_full);
   }
 };
 
@@ -242,7 +242,6 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
     if constexpr (Config::kGroups > Config::kRopeGroup) tile::arrive_warp(slot.empty(Config::kRopeGroup), 2);
-    tile::arrive_warp(s.scores_done);
     is_last = s.tiles.is_last[slot.stage()];
     softmax(s.scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
     tile::Probabilities probabilities;
@@ -290,8 +289,6 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) row_scale[r] = s.row_scale[row_of_thread(r)];
     is_last = s.tiles.is_last[slot.stage()];
-    // Not before the next scores are complete, so that the products do not delay them.
-    if (!is_last) arch::mbarrier_wait(s.scores_done, uint32_t((tile + 1) % 2));  // kept: order alone, for speed
     multiply_values(s, slot, kLowBlocks, row_scale, out, tile == 0,
                     [&](auto& of_half, int step, uint64_t v, bool accumulate) {
                       arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
