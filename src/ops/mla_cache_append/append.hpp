@@ -74,6 +74,7 @@ HOPWELL_DEVICE int slot_of(const Params& p, int64_t row) {
 HOPWELL_DEVICE void prefetch_rows(const Params& p, int64_t first, int rows) {
   constexpr int kLine = 64;  // elements
   const int lines = (p.kv_columns + kLine - 1) / kLine;
+  HOPWELL_NO_UNROLL
   for (int i = arch::thread_index(); i < rows * lines; i += Config::kThreads)
     arch::prefetch_l2(p.kv + (first + i / lines) * p.kv_stride + i % lines * kLine);
 }
@@ -95,12 +96,18 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
 }
 
-// Marks the CTA's rows that row `later` of slot `slot` replaces. All lanes of the warp have the same two.
-HOPWELL_DEVICE void mark_replaced(SharedStorage& s, int64_t first, int64_t later, int slot) {
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kRows / 32; ++i) {
-    const int row = 32 * i + arch::lane_index();
-    arch::mark_shared(s.slots[row] == slot && first + row < later, arch::shared_address(s.replaced + row));
+// Marks the CTA's rows that later rows replace. A lane has row `later`, which may have the slot of one of them if its bit of
+// `hits` is set. Not inline, because it is rare.
+HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t first, int64_t later, int slot,
+                                     uint32_t hits) {
+  const int lane = arch::lane_index();
+  hits &= arch::ballot((hits >> lane & 1) != 0 && has_position(p, later));
+  for (; hits != 0; hits &= hits - 1) {
+    const int from = tile::lowest_bit(hits), replacing = arch::shuffle(slot, from);
+    HOPWELL_NO_UNROLL
+    for (int row = lane; row < Config::kRows; row += 32)
+      arch::mark_shared(s.slots[row] == replacing && first + row < later - lane + from,
+                        arch::shared_address(s.replaced + row));
   }
 }
 
@@ -119,12 +126,8 @@ HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t fir
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
       const bool maybe = slot[i] >= 0 && slot[i] < slots && s.marks[uint64_t(slot[i]) % Config::kMarks] != 0;
-      uint32_t hits = arch::ballot(maybe && has_position(p, mine + Config::kThreads * i));
-      for (; hits != 0; hits &= hits - 1) {
-        const int lane = tile::lowest_bit(hits);
-        mark_replaced(s, first, mine + Config::kThreads * i - arch::lane_index() + lane,
-                      arch::shuffle(int(slot[i]), lane));
-      }
+      const uint32_t hits = arch::ballot(maybe);
+      if (hits != 0) mark_replaced(p, s, first, mine + Config::kThreads * i, int(slot[i]), hits);
     }
   }
 }
@@ -155,13 +158,16 @@ HOPWELL_DEVICE bool is_rotated(const Params& p, int c) {
   return p.cos_sin != nullptr && c >= p.rope_first && c < p.rope_first + p.rope_columns;
 }
 // Before rotation.
-HOPWELL_DEVICE Pack load_pack(const Params& p, const Row& row, int c) {
-  if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
-    return arch::load_vector<Pack>(address_of(p, row, c));
+HOPWELL_NO_INLINE Pack load_unaligned_pack(const Params& p, Row row, int c) {
   Pack pack;
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kColumns; ++i) pack.x[i] = *address_of(p, row, c + i);
   return pack;
+}
+HOPWELL_DEVICE Pack load_pack(const Params& p, const Row& row, int c) {
+  if (p.aligned && (c + Config::kColumns <= p.kv_columns || c >= p.kv_columns))
+    return arch::load_vector<Pack>(address_of(p, row, c));
+  return load_unaligned_pack(p, row, c);
 }
 
 // Column c of a row after its rotation, rounded to bf16.
@@ -178,12 +184,18 @@ HOPWELL_DEVICE float rotated(const Params& p, const Row& row, int c, float x) {
   return arch::to_float(arch::to_bf16(is_second ? x * cosine + other * sine : x * cosine - other * sine));
 }
 
-// Four columns after their rotation. A column that is not rotated keeps its bits, a NaN too.
+// Four columns after their rotation. A column that is not rotated keeps its bits, a NaN too. Not inline: a warp executes
+// the kernel once, so each instruction on its way costs a miss of the instruction cache.
+HOPWELL_NO_INLINE Pack rotated_pack(const Params& p, Row row, int c, Pack pack) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kColumns; ++i)
+    if (is_rotated(p, c + i)) pack.x[i] = arch::to_bf16(rotated(p, row, c + i, pack[i]));
+  return pack;
+}
 HOPWELL_DEVICE Pack pack_of(const Params& p, const Row& row, int c) {
-  Pack pack = load_pack(p, row, c);
+  const Pack pack = load_pack(p, row, c);
   if (p.cos_sin != nullptr && c + Config::kColumns > p.rope_first && c < p.rope_first + p.rope_columns)
-    for (int i = 0; i < Config::kColumns; ++i)
-      if (is_rotated(p, c + i)) pack.x[i] = arch::to_bf16(rotated(p, row, c + i, pack[i]));
+    return rotated_pack(p, row, c, pack);
   return pack;
 }
 

@@ -207,14 +207,18 @@ HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const P
     for (int i = 0; i < tiles; ++i) at.advance(p);
   };
   advance(first);
-  TileWeights next = load_tile_weights<kMasked, T>(p, at);
+  TileWeights next{};
+  const auto load = [&] {
+    if (at.tile < part.tiles.end) next = load_tile_weights<kMasked, T>(p, at);
+  };
+  load();
   meanwhile();
   HOPWELL_NO_UNROLL
   while (at.tile < part.tiles.end) {
     const ScoreSlot<T> slot = at.slot(s, part);
     const TileWeights loaded = next;
     advance(ScoreConfig<T>::kWeightWarps);
-    next = load_tile_weights<kMasked, T>(p, at);
+    load();
     slot.wait_empty();
     s.weights[slot.stage()].store(uint32_t(lane), loaded.weights);
     if (kMasked && lane == 0) s.visible[slot.stage()] = loaded.visible;
