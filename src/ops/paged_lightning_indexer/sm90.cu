@@ -169,7 +169,7 @@ HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
   }
 }
 
-// Calls run(item) for the items of this CTA, one after another.
+// Calls run(item, n) for the items of this CTA, one after another.
 template <class T, class Run>
 HOPWELL_DEVICE void for_each_item(Sm90Storage<T>& s, Run run) {
   HOPWELL_NO_UNROLL
@@ -177,7 +177,7 @@ HOPWELL_DEVICE void for_each_item(Sm90Storage<T>& s, Run run) {
     const tile::RingSlot<kItems> at(s.item_ring, n);
     at.wait_full();
     const Sm90Item<T>& item = s.items[n % kItems];
-    run(item);
+    run(item, n);
     const bool is_last = item.is_last;
     at.release();
     if (is_last) return;
@@ -201,15 +201,17 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
   if (group < Config::kGroups) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
     const indexer::Turn<T> turn(group);
-    for_each_item(s, [&](const Sm90Item<T>& item) {
+    for_each_item(s, [&](const Sm90Item<T>& item, int) {
       indexer::score_tiles<kHeads, true, kRelu, T>(item, s, item.part, group, turn);
     });
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     if (warp == 4 * Config::kGroups) return produce_items(p, s);
-    for_each_item(s, [&](const Sm90Item<T>& item) {
-      const int third = warp - 4 * Config::kGroups - 1;
-      indexer::produce_weights<true, T>(item, s, item.part, third, [&] { produce_keys(item, s, item.part, third); });
+    for_each_item(s, [&](const Sm90Item<T>& item, int n) {
+      // Mostly an item has a single tile of q. Its weights take longer than a third of the keys, so they go round.
+      const int third = warp - 4 * Config::kGroups - 1, first_tile = (third + n) % Config::kWeightWarps;
+      indexer::produce_weights<true, T>(item, s, item.part, first_tile,
+                                        [&] { produce_keys(item, s, item.part, third); });
     });
   }
 #endif

@@ -13,11 +13,11 @@
 // Panels    A tile becomes full in two parts and is released in groups of panels: see key_tiles.hpp
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through shared
 //           memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
-// Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 1,536 + ~1,900 = 98 KB: two CTAs an SM
-//           registers: consumer O 64 + S 8 + ~40 (112); producer 64 for codes on their way + 16 for scales and factors + ~60
-//           (144)
-// Bound     per key, two CTAs together: 35 clocks of DRAM on an H200 (656-byte rows); shared memory 1,152 B written, 2,176 B
-//           read by products: 26 clocks; the decoder about 20 clocks of the integer pipe; 20 issue slots
+// Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 2,048 + ~1,900 = 98 KB: two CTAs an SM
+//           registers: consumer O 64 + S 8 + ~40 (112); producer 66 for codes on their way + ~70 (144)
+// Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory and L1 about 50: 20 for the products, 9 for
+//           decoded rows, 6 for lines of loads, the rest for RoPE, lists and statistics. Measured with two CTAs: 90. A split of 256
+//           keys has four tiles, each of which takes 3 µs from its first load to its last product
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) s.tiles.initialise(Config::kReaders / 32);
+  if (arch::thread_index() == 0) s.tiles.initialise();
   arch::syncthreads();
   if (arch::warpgroup_index() == 0) {
     arch::setmaxnreg_dec<Config::kConsumerRegisters>();

@@ -21,7 +21,8 @@ struct KeyTile {
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64;
   // The CTA's last warpgroups. Each fills whole tiles: with two, the tiles of a list in turns.
   static constexpr int kProducers = kTheProducers, kProducingGroups = kProducers / 128, kFillingWarps = 4;
-  static constexpr int kListed = 128;  // entries that are listed at a time: two tiles at most
+  static constexpr int kReadingWarps = 4;  // that release a group of panels
+  static constexpr int kListed = 128;      // entries that are listed at a time: two tiles at most
   static_assert(kListed == 2 * kKeys && kProducingGroups <= 2);
 
   static constexpr int kPanelsOfGroup = 4, kRopeGroup = 2, kGroups = kPanels > 8 ? 3 : 2;
@@ -50,9 +51,9 @@ struct KeyTiles {
   bool is_last[Tile::kStages], has_keys;                 // of the split's tiles; whether the split has a tile
   tile::RingBarriers<Tile::kStages, 2, Tile::kGroups> ring;
 
-  // Executed by one thread, before a barrier of the CTA. `readers`: arrivals that empty a group of panels.
-  HOPWELL_DEVICE void initialise(uint32_t readers) {
-    ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? 128 : 0), readers);
+  // Executed by one thread, before a barrier of the CTA.
+  HOPWELL_DEVICE void initialise() {
+    ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? 128 : 0), Tile::kReadingWarps);
     if constexpr (Tile::kCopiesRows) arch::fence_mbarrier_init();
   }
 };

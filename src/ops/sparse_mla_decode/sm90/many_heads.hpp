@@ -3,16 +3,15 @@
 //     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
-// Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 127
-//           warpgroup 1  high      O += P V for columns 128 to 511
+// Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
+//           warpgroup 1  high      O += P V for columns 256 to 511
 //           warpgroups   producer  list the rows of valid entries, load them, decode codes to bf16 and store them to
-//           2, 3                   panels for wgmma: see producer.hpp
-// Timeline  low       S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 1 V ▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│ O += P 2 V ▓▓▓▓│
-//           high      ···············│O += P 0 V ▓▓▓▓│·························│O += P 1 V ▓▓▓▓│·············
-//           producer  2 left ▒▒▒▒▒▒▒▒│   2 right ▒▒▒▒▒▒▒▒│      3 left ▒▒▒▒▒▒▒▒│   3 right ▒▒▒▒▒▒▒▒│
-//           The high warpgroup is one tile behind, so that its products fill the time of the softmax
-// Panels    A tile becomes full in two parts, and S follows. It is released in three groups, and the producers follow the
-//           products with V: see key_tiles.hpp
+//           2, 3                   panels for wgmma, a tile each in turns: see producer.hpp
+// Timeline  low         S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│O += P 1 V ▓▓▓▓│S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│O += P 2 V ▓▓▓▓│
+//           high        ▓ P 0 V│·················│O += P 1 V ▓▓▓▓│······················│O += P 2 V ▓▓▓▓│
+//           producer 2  tile 2 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 4 left ▒▒▒▒│loads│right ▒▒▒▒│
+//           producer 3              tile 3 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 5 left ▒▒▒▒│loads│right ▒▒▒▒│
+// Panels    A tile becomes full in two parts, and S follows. It is released in groups of panels: see key_tiles.hpp
 // Codes     bf16(code · scale) by a shift and one product of bf16, which is exact for scales that are bf16 numbers from
 //           2^-124 to 2^7. A lane that meets another scale or a NaN code reads its part of the tile again and computes
 //           in fp32, as the operator defines the value.
@@ -21,11 +20,12 @@
 //           same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
-// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 1,536 + ~700 = 231,632 B
-//           registers: low 64 for O + 32 for S + 16 for P + ~16 (128); high 192 for O + ~32 (224); producers 32 to 40 for
-//           codes on their way + ~40 (80)
-// Bound     per key: 34 clocks of the tensor cores; shared memory 1,152 B written, 2,304 B read by S, 1,024 B by P V: 36
-//           clocks; 35 clocks of DRAM on an H200 (656-byte rows); the decoder about 16 clocks of the integer pipe
+// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~700 = 232,128 B
+//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); producers 32 to 40
+//           for codes on their way + ~40 (80)
+// Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded rows,
+//           6 for lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 95, of which L1
+//           is busy for 54. Latencies of the roles' dependent steps take the rest
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -41,7 +41,7 @@ enum class Role { low, high, producer };  // of the warpgroups; the third and th
 template <class TheRow>
 struct Config : KeyTile<TheRow, 2, 256> {
   static constexpr int kHeads = 64, kReaders = 256, kThreads = kReaders + 256;
-  static constexpr int kHighRegisters = 224, kProducerRegisters = 80;  // low: 128, as at the launch
+  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 80;
 };
 
 template <class Config>
@@ -57,8 +57,8 @@ struct Storage {
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    constexpr uint32_t kWarps = 4;  // of a warpgroup
-    tiles.initialise(2 * kWarps);
+    constexpr uint32_t kWarps = Config::kReadingWarps;
+    tiles.initialise();
     p_ring.init(kWarps, kWarps);
     tile::init_barriers(kWarps, factors_full);
   }
@@ -130,17 +130,16 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 // ---- values ---------------------------------------------------------------------------------------------------------
 
 // O of a warpgroup: 64 heads, blocks of 128 columns. ptxas refuses a product with 256 columns in a CTA of 512 threads.
-template <int kBlocks>
+constexpr int kBlocks = 2;  // of a warpgroup
 using Output = float[kBlocks][64];
-constexpr int kLowBlocks = 1, kHighBlocks = 3;  // the low warpgroup has fewer columns, because it has S and the softmax
 
-// O = O · row_scale + P V: 64 heads, 64 keys, the warpgroup's columns from block first_block on. Then it releases the
-// panels. `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
-template <class Config, class Slot, int kBlocks, class Multiply>
-HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int first_block,
-                                    const float (&row_scale)[2], float (&out)[kBlocks][64], bool first,
-                                    const Multiply& multiply) {
-  const uint32_t panels = arch::shared_address(s.panels[slot.stage()]) + uint32_t(first_block * 2) * tile::kPanelBytes;
+// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns: those of a group of panels, which is released then.
+// `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
+template <class Config, class Slot, class Multiply>
+HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
+                                    Output& out, bool first, const Multiply& multiply) {
+  const uint32_t panels =
+      arch::shared_address(s.panels[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
   if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
     HOPWELL_UNROLL
@@ -161,8 +160,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, 
   arch::wgmma_wait<0>();
   HOPWELL_UNROLL
   for (auto& block : out) arch::pin_registers(block);
-  slot.release(0);
-  slot.release(1);
+  slot.release(group);
 }
 constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 
@@ -174,9 +172,8 @@ HOPWELL_DEVICE int row_of_thread(int r) {
 }
 
 // Stores this warpgroup's columns from first_column on: of a partial result, or with `factor` of the final one.
-template <class Config, int kBlocks>
-HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const float (&out)[kBlocks][64],
-                                  const float (&factor)[2]) {
+template <class Config>
+HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -230,7 +227,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   if (arch::thread_index() == 0) s.scale_log2 = p.scale_log2 * p.kv_scale_factor();
   load_query<Config>(p, arch::shared_address(s.q));
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-  Output<kLowBlocks> out = {};
+  Output out = {};
   tile::ring_stage(s.tiles.ring, 0).wait_full(0);
   const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
@@ -241,7 +238,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
-    if constexpr (Config::kGroups > Config::kRopeGroup) tile::arrive_warp(slot.empty(Config::kRopeGroup), 2);
+    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
     is_last = s.tiles.is_last[slot.stage()];
     softmax(s.scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
     tile::Probabilities probabilities;
@@ -276,7 +273,7 @@ template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
-  Output<kHighBlocks> out = {};
+  Output out = {};
   tile::ring_stage(s.tiles.ring, 0).wait_full(0);
   const bool has_keys = s.tiles.has_keys;
   bool is_last = !has_keys;
@@ -289,10 +286,9 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) row_scale[r] = s.row_scale[row_of_thread(r)];
     is_last = s.tiles.is_last[slot.stage()];
-    multiply_values(s, slot, kLowBlocks, row_scale, out, tile == 0,
-                    [&](auto& of_half, int step, uint64_t v, bool accumulate) {
-                      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
-                    });
+    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
+    });
     p_slot.release();
   }
   float factor[2] = {0, 0};
@@ -301,7 +297,7 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) factor[r] = s.factor[row_of_thread(r)];
   }
-  if (has_keys || p.splits == 1) store_columns<Config>(p, kLowBlocks * 128, out, factor);
+  if (has_keys || p.splits == 1) store_columns<Config>(p, kBlocks * 128, out, factor);
 }
 
 #endif
@@ -322,6 +318,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     arch::setmaxnreg_dec<Config::kProducerRegisters>();
     produce<false>(p, s.tiles, s.panels);
   } else if (role == Role::low) {
+    arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);
   } else {
     arch::setmaxnreg_inc<Config::kHighRegisters>();
