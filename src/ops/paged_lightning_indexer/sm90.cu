@@ -154,7 +154,7 @@ HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
     Sm90Item<T>& item = s.items[n % kItems];
     if (arch::lane_index() == 0) {
       if (n > 0) advance<Config::kKeys>(p.task, work);
-      at.wait_empty();
+      at.wait_empty();  // kept: the ring of tiles is shorter today
       if (n < kItems || item.of_pass != work.sequence) {
         set_item<T>(static_cast<SequenceTask&>(item), p.task, work);
         item.launch = &p, item.of_pass = work.sequence;

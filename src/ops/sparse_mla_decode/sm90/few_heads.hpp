@@ -258,7 +258,6 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
     const tile::RingSlot slot(s.tiles.ring, tile);
     float scores[Config::kHeads / 2], scale[Config::kThreadHeads];
     multiply_scores(s, slot, scores);
-    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
     is_last = s.tiles.is_last[slot.stage()];
     softmax(s, scale_log2, s.tiles.valid_keys[slot.stage()], scores, scale);
     arch::fence_proxy_async();

@@ -3,7 +3,7 @@
 //
 //     panel   64 rows of 64 columns of bf16, as wgmma reads them: eight panels of K[:, :512], which are V too, then RoPE
 //     full    in two parts: panels 0 to 3, then RoPE and panels 4 to 7
-//     empty   in three groups: panels 0 to 3, panels 4 to 7, and RoPE
+//     empty   in two groups: panels 0 to 3, and panels 4 to 7. The reader of S releases the first after it has read RoPE
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -25,7 +25,7 @@ struct KeyTile {
   static constexpr int kListed = 128;      // entries that are listed at a time: two tiles at most
   static_assert(kListed == 2 * kKeys && kProducingGroups <= 2);
 
-  static constexpr int kPanelsOfGroup = 4, kRopeGroup = 2, kGroups = kPanels > 8 ? 3 : 2;
+  static constexpr int kPanelsOfGroup = 4;
 
   // Rows of bf16 are copied unmodified. So is one panel of rows of codes: RoPE of V3.2, or V4's last panel.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
@@ -49,12 +49,13 @@ struct KeyTiles {
   int tiles_before[Tile::kProducingGroups];              // tiles of earlier lists
   int valid_keys[Tile::kStages];                         // of a tile
   bool is_last[Tile::kStages], has_keys;                 // of the split's tiles; whether the split has a tile
-  tile::RingBarriers<Tile::kStages, 2, Tile::kGroups> ring;
+  tile::RingBarriers<Tile::kStages, 2, 2> ring;
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
     ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? 128 : 0), Tile::kReadingWarps);
-    if constexpr (Tile::kCopiesRows) arch::fence_mbarrier_init();
+    if constexpr (Tile::kCopiesRows)
+      arch::fence_mbarrier_init();  // kept: a producer's copies may complete on a barrier before thread 0 copies Q
   }
 };
 

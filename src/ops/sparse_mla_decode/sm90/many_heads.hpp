@@ -238,7 +238,6 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
-    if constexpr (Config::kGroups > Config::kRopeGroup) slot.release(Config::kRopeGroup);
     is_last = s.tiles.is_last[slot.stage()];
     softmax(s.scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
     tile::Probabilities probabilities;

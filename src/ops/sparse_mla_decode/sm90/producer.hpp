@@ -334,8 +334,8 @@ HOPWELL_DEVICE void decode_exactly(const RowsOfTile<Tile>& rows, unsigned char* 
   }
 }
 
-// Copies the panel of bf16 of this warp's rows of codes, if there is one, after its group is empty. It belongs to the
-// second part of the tile, and is complete when that is committed.
+// Copies the panel of bf16 of this warp's rows of codes, if there is one. It belongs to the second part of the tile, and is
+// complete when that is committed. RoPE has been read when the first group is empty, which the caller has waited for.
 template <class Tile, class Slot>
 HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, KeyPanels<Tile>& panels, const Slot& slot) {
   if constexpr (Tile::kPlainPanel >= 0) {
@@ -343,7 +343,8 @@ HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, KeyPanels<Til
     const int chunk = place.lane() % 8, first = place.first_row() + place.lane() / 8;
     const uint32_t to = arch::shared_address(panels[slot.stage()]) + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes +
                         tile::swizzled(first, chunk);
-    slot.wait_empty(Tile::kPlainPanel / Tile::kPanelsOfGroup);
+    if constexpr (Tile::kPlainPanel < 8)
+      slot.wait_empty(1);  // kept: in the emulator a copy writes when it is waited for
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i)
       arch::cp_async(tile::four_rows_on(to, uint32_t(i)),
@@ -370,7 +371,6 @@ HOPWELL_DEVICE void decode_part(const TilesOfSplit<Tile>& tiles, KeyPanels<Tile>
   slot.wait_empty(part);
   if (part == 0) publish_keys(tiles, stage);
   if (part == 1) {
-    if constexpr (Tile::kGroups > Tile::kRopeGroup && Tile::kPlainPanel < 0) slot.wait_empty(Tile::kRopeGroup);
     publish_end(tiles, stage);
   }
   if (!codes.decode(rows, to, part)) decode_exactly(rows, panels[stage], part);
@@ -463,7 +463,7 @@ HOPWELL_DEVICE void produce_from_plain(const SplitParams& p, KeyTiles<Tile>& s, 
     HOPWELL_NO_UNROLL
     for (int n = 0; n < Tile::kPanels; ++n) {
       const int panel = tile::score_panel<Tile::kDqk>(n);
-      if (panel % Tile::kPanelsOfGroup == 0 && panel > 0) slot.wait_empty(panel / Tile::kPanelsOfGroup);
+      if (panel == Tile::kPanelsOfGroup) slot.wait_empty(1);
       HOPWELL_UNROLL
       for (int i = 0; i < kRows; ++i)
         arch::cp_async(tile::four_rows_on(to, uint32_t(i)) + uint32_t(panel) * tile::kPanelBytes,
