@@ -90,7 +90,7 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 #endif
 }
 
-/// The same for an integer: what follows from it is computed after this point, so it occupies no register before.
+/// The same for an integer. The compiler computes values from it after this point, so they occupy no register before.
 HOPWELL_DEVICE void pin_registers([[maybe_unused]] uint32_t& x) {
 #if HOPWELL_ON_DEVICE
   asm volatile("" : "+r"(x));

@@ -96,7 +96,7 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
 }
 
-// Marks the CTA's rows that later rows replace. A lane has row `later`, which may have the slot of one of them if its bit of
+// Marks the CTA's rows that later rows replace. A lane has row `later`. It may have the slot of a row of the CTA if its bit of
 // `hits` is set. Not inline, because it is rare.
 HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t first, int64_t later, int slot,
                                      uint32_t hits) {

@@ -16,8 +16,8 @@
 // Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 2,048 + ~1,900 = 98 KB: two CTAs an SM
 //           registers: consumer O 64 + S 8 + ~40 (112); producer 66 for codes on their way + ~70 (144)
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory and L1 about 50: 20 for the products, 9 for
-//           decoded rows, 6 for lines of loads, the rest for RoPE, lists and statistics. Measured with two CTAs: 90. A split of 256
-//           keys has four tiles, each of which takes 3 µs from its first load to its last product
+//           decoded rows, 6 for lines of loads, the rest for RoPE, lists and statistics. Measured with two CTAs: 90. A tile
+//           takes 3 µs from its first load to its last product, and a split of 256 keys has four
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"

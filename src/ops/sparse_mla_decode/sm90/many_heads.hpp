@@ -24,8 +24,8 @@
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); producers 32 to 40
 //           for codes on their way + ~40 (80)
 // Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded rows,
-//           6 for lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 95, of which L1
-//           is busy for 54. Latencies of the roles' dependent steps take the rest
+//           6 for lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 95. L1 is
+//           busy for 54 of the 95; the rest are latencies of dependent steps
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -133,7 +133,7 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 constexpr int kBlocks = 2;  // of a warpgroup
 using Output = float[kBlocks][64];
 
-// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns: those of a group of panels, which is released then.
+// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns. They are a group of panels, which is released then.
 // `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
 template <class Config, class Slot, class Multiply>
 HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],

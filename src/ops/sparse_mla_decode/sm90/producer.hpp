@@ -29,7 +29,7 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // ---- which rows -----------------------------------------------------------------------------------------------------
 
-// A producer's place among the producers. What follows from it is computed where it is needed, to save registers.
+// A producer's place among the producers. Values that depend on it are computed where they are needed, to save registers.
 struct Producer {
   static HOPWELL_DEVICE uint32_t index() {
     auto index = uint32_t(arch::thread_index());
@@ -261,7 +261,7 @@ struct LaneCodes {
   }
 
   // Decodes the codes and stores them to the panels at address `panels`. Returns false if a factor is not exact or
-  // one of the lane's codes is NaN; then decode_exactly() follows. The whole warp calls it.
+  // the lane has a NaN code; then decode_exactly() follows. The whole warp calls it.
   HOPWELL_DEVICE bool decode(const RowsOfTile<Tile>& rows, uint32_t panels, int part) {
     const Place place;
     tile::ScaledCodes decoder(scales.convert(part));
