@@ -8,7 +8,7 @@
 // Codes of a part are loaded in one burst. No load stands between codes that are decoded, because ptxas gives loads that
 // are issued together one scoreboard, so each use of a loaded register waits for every load before it.
 //
-//     registers for one part    left of tile ▒▒▒│loads of right, next list ··│right ▒▒▒│loads of left ··│
+//     registers for one part    left of tile ▒▒▒│next list, loads of right ··│right ▒▒▒│loads of left ··│
 //     for both parts            left of tile ▒▒▒│next list, loads of left    │right ▒▒▒│loads of right  │
 //
 // Rows past the last key of a tile repeat that key. Their scores are masked, so they add 0 times values that the query
@@ -181,9 +181,8 @@ struct LanePlace {
   uint32_t index = Producer::index();
 
   [[nodiscard]] HOPWELL_DEVICE int lane() const { return int(index % 32); }
-  [[nodiscard]] HOPWELL_DEVICE int first_row() const {
-    return index % 128 / 32 * 16;
-  }  // of the warp's 16 rows of a tile
+  // Of the warp's 16 rows of a tile.
+  [[nodiscard]] HOPWELL_DEVICE int first_row() const { return int(index % 128 / 32 * 16); }
   [[nodiscard]] HOPWELL_DEVICE int chunk() const { return lane() % 4; }  // of 16 codes in the panel
   [[nodiscard]] HOPWELL_DEVICE int panel(int part) const { return part * Tile::kPanelsOfGroup + lane() / 8; }
   // Row of the tile.
@@ -370,9 +369,7 @@ HOPWELL_DEVICE void decode_part(const TilesOfSplit<Tile>& tiles, KeyPanels<Tile>
   const uint32_t to = arch::shared_address(panels[stage]);
   slot.wait_empty(part);
   if (part == 0) publish_keys(tiles, stage);
-  if (part == 1) {
-    publish_end(tiles, stage);
-  }
+  if (part == 1) publish_end(tiles, stage);
   if (!codes.decode(rows, to, part)) decode_exactly(rows, panels[stage], part);
   if constexpr (Tile::kPlainPanel >= 0) {
     if (part == 1) arch::cp_async_wait_all();
