@@ -448,7 +448,7 @@ void Call::number_or_tensor(const char* name, nb::handle value, Tensor& tensor, 
 }
 
 bool Call::flag(const char* name, nb::handle value) const {
-  const int truth = PyObject_IsTrue(value.ptr());
+  const int truth = nb::isinstance<nb::str>(value) ? -1 : PyObject_IsTrue(value.ptr());  // "no" would be true
   if (truth < 0) {
     PyErr_Clear();
     fail(name, "True or False", text_of(value));

@@ -164,11 +164,13 @@ def dtype_of(array: Array) -> DType:
 
 
 def flag(name: str, argument: str, value: Any) -> bool:
-    """Converts an argument to bool."""
+    """Converts an argument to bool. A text is refused, because "no" would be true."""
     try:
-        return bool(value)
+        if not isinstance(value, str):
+            return bool(value)
     except Exception as error:
         raise ValueError(f"{name}: {argument} must be True or False; got {type(value).__name__}") from error
+    raise ValueError(f"{name}: {argument} must be True or False; got {value!r}")
 
 
 def extent(size: Any, limit: int) -> int:

@@ -49,9 +49,17 @@ std::string dtype_name(DType type) {
 std::string dtype_name(const DLDataType& type) {
   if (const DType known = dtype_of(type); known != DType::kOther) return dtype_name(known);
   constexpr const char* kFamilies[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
-  std::string name =
-      type.code < std::size(kFamilies) ? kFamilies[type.code] : "dlpack" + std::to_string(type.code) + "_";
-  name += std::to_string(type.bits);
+  constexpr std::size_t kFirstNarrow = std::size(kFamilies);  // types of at most 8 bits, whose names have their bits
+  constexpr const char* kNarrow[] = {"float8_e3m4",     "float8_e4m3",   "float8_e4m3b11fnuz", "float8_e4m3fn",
+                                     "float8_e4m3fnuz", "float8_e5m2",   "float8_e5m2fnuz",    "float8_e8m0fnu",
+                                     "float6_e2m3fn",   "float6_e3m2fn", "float4_e2m1fn"};
+  std::string name;
+  if (type.code < kFirstNarrow)
+    name = kFamilies[type.code] + std::to_string(type.bits);
+  else if (type.code < kFirstNarrow + std::size(kNarrow))
+    name = kNarrow[type.code - kFirstNarrow];
+  else
+    name = "dlpack" + std::to_string(type.code) + "_" + std::to_string(type.bits);
   if (type.lanes != 1) name += "x" + std::to_string(type.lanes);
   return name;
 }

@@ -308,10 +308,11 @@ def test_outputs_may_share_memory_with_nothing_but_gaps() -> None:
     np.testing.assert_array_equal(together[..., : q.shape[2]], q)
 
 
+@pytest.mark.parametrize("value", [np.zeros(2), "no"])
 @pytest.mark.parametrize("name", ["need_dq", "need_dkv", "accumulate", "deterministic"])
-def test_flags(name: str) -> None:
+def test_flags(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"sparse_mla_backward: {name} must be True or False; got "):
-        run(make("sparse_mla_backward"), **{name: np.zeros(2)})
+        run(make("sparse_mla_backward"), **{name: value})
 
 
 @every_operator
