@@ -291,5 +291,5 @@ def test_capsules_that_are_never_taken(versioned: bool) -> None:
 def test_types_that_no_operator_supports_have_names() -> None:
     torch = pytest.importorskip("torch")
     kv = torch.zeros(2, 576, dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match="mla_cache_append: kv must be .*; got .*float8_e5m2"):
+    with pytest.raises(ValueError, match=r"mla_cache_append: kv must be .*; got .*float8_e5m2"):
         hopwell.mla_cache_append(kv, np.zeros((1, 64, 656), np.uint8), np.arange(2))
