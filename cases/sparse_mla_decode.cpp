@@ -435,6 +435,7 @@ Problems problems_of_many_heads() {
                .kv_scale = rows == Rows::kPerTensor ? 0.37F : 0,
                .scale_array = rows == Rows::kPerTensor,
                .q_size = rows == Rows::kPerTensor ? 1e-3 : 0.1});
+  add("v4_many_tiles", {.rows = Rows::kV4, .b = 1, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
   add("bf16_splits", {.b = 1, .h_q = 64, .topk = 420, .blocks = 30, .keys_per_split = 320});
   add("bf16_512_two_caches", {.b = 1, .h_q = 33, .d_qk = 512, .topk = 200, .extra_topk = 70});
   add("rope_cache_splits", {.b = 1, .h_q = 50, .topk = 300, .blocks = 30, .keys_per_split = 256, .rope_cache = true});
@@ -676,7 +677,7 @@ Suite sparse_mla_decode() {
       // The kernel for few heads: the same, with and without splits.
       {"sparse_mla_decode_few_heads_sm90",
        "emu:sm90",
-       {"v32_lists", "v32_some_scales", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
+       {"v32_lists", "v32_some_scales", "v4_two_caches", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
        2,
        9,
        "ops/sparse_mla_decode/"},
@@ -684,7 +685,7 @@ Suite sparse_mla_decode() {
       // bf16 and of codes, with and without splits.
       {"sparse_mla_decode_many_heads_sm90",
        "emu:sm90",
-       {"many_heads_v32", "many_heads_v4", "many_heads_per_tensor_576", "many_heads_bf16_splits",
+       {"many_heads_v32", "many_heads_v4_many_tiles", "many_heads_per_tensor_576", "many_heads_bf16_splits",
         "many_heads_v32_some_scales"},
        2,
        20,

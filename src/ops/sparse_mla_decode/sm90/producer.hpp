@@ -342,8 +342,7 @@ HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, KeyPanels<Til
     const int chunk = place.lane() % 8, first = place.first_row() + place.lane() / 8;
     const uint32_t to = arch::shared_address(panels[slot.stage()]) + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes +
                         tile::swizzled(first, chunk);
-    if constexpr (Tile::kPlainPanel < 8)
-      slot.wait_empty(1);  // kept: in the emulator a copy writes when it is waited for
+    if constexpr (Tile::kPlainPanel < 8) slot.wait_empty(1);
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i)
       arch::cp_async(tile::four_rows_on(to, uint32_t(i)),
