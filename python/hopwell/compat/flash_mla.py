@@ -23,7 +23,7 @@ entry gets out 0 and lse +inf. Differences:
 - A row of V3.2 has the value bf16(code·scale) for any scale. FlashMLA rounds the scale first, on SM90 to bf16 and on
   SM100 down to a power of two. Where scales are powers of two, all three agree.
 - Results of a query have the same bits in any batch, because a row is cut every 256 entries. With 64 and 128 heads this
-  takes up to three times FlashMLA's time. `hopwell.sparse_mla_decode` with larger `keys_per_split` is faster.
+  is slower than FlashMLA. `hopwell.sparse_mla_decode` with larger `keys_per_split` is faster.
 - It runs on the CPU. GPUs support the caches that `hopwell.explain` names for `sparse_mla_decode`.
 
 Like the originals both are not part of the autograd graph.
