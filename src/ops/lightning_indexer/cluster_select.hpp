@@ -11,7 +11,7 @@
 //           │ barrier │ the bounds move to a quarter of their distance │ … until exactly topk scores reach the lower
 //           bound, or only one value is left
 // Order     counts are integers: same inputs, same bits
-// Budget    registers: 32 for scores, 64 in all; shared 3 × 256 × 8 B, and 25 KiB for the estimate
+// Budget    registers: 32 for scores, 128 in all (64 with 32 warps); shared 3 × 256 × 8 B, and 25 KiB for the estimate
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -185,8 +185,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const int bit = tile::lowest_bit(left), key = first + bit;
     const bool is_above = (above >> bit & 1) != 0;
     const int at = above_before + (equal_before < threshold.equal ? equal_before : threshold.equal);
-    if ((is_above || equal_before < threshold.equal) &&
-        unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
+    const bool taken = is_above || equal_before < threshold.equal;
+    if (taken && unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
       row.indices[at] = row.index(key);
       if (row.top_scores) row.top_scores[at] = score_of(sortable_key(row.scores[key]));
     }
@@ -194,6 +194,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
   }
 }
 
+// One CTA an SM, because ptxas otherwise saves registers for a second one, and spills.
 template <int kWarps, class Params>
 __global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A

@@ -20,7 +20,8 @@
 //           same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
-// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~700 = 232,128 B
+// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~800, with gaps
+//           232,448 B, all that a CTA can have
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); producers 32 to 40
 //           for codes on their way + ~40 (80)
 // Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded rows,

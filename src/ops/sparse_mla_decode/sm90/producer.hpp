@@ -2,7 +2,7 @@
 //
 // Codes go from global memory to registers, are decoded and stored to panels. A load of a warp reads 256 codes of two
 // rows, so that it touches few lines of the cache. A lane has 16 codes of every second row of its warp, in panel lane / 8
-// of a part: chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight neighbouring lanes store to eight different chunks of two
+// of a part: chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight neighbouring threads store to eight different chunks of two
 // rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of codes, go to the panels by cp.async.
 //
 // Codes of a part are loaded in one burst. No load stands between codes that are decoded, because ptxas gives loads that
@@ -89,10 +89,10 @@ struct TilesOfSplit {
   HOPWELL_DEVICE const Entries& entries() const { return s.entries[group()]; }
   // Valid entries that each warp has found for the list that ends before entry `end`. Two lists have different places,
   // because a warp may read the counts of the earlier one while another warp writes.
-  HOPWELL_DEVICE int (&counts_of_list(uint32_t end))[4] { return s.counts[group()][end / Tile::kListed % 2]; }
+  HOPWELL_DEVICE int (&counts_of_list(uint32_t end) const)[4] { return s.counts[group()][end / Tile::kListed % 2]; }
   // Rows of the list that ends before entry `end`; of the present list.
   [[nodiscard]] HOPWELL_DEVICE int rows_of_list(uint32_t end) const {
-    const int (&counts)[4] = s.counts[group()][end / Tile::kListed % 2];
+    const int (&counts)[4] = counts_of_list(end);
     return counts[0] + counts[1] + (counts[2] + counts[3]);
   }
   [[nodiscard]] HOPWELL_DEVICE int listed() const { return rows_of_list(next); }
