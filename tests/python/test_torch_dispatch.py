@@ -30,7 +30,7 @@ def more_samples(dtype: torch.dtype) -> dict[str, dict[str, tuple[Any, ...]]]:
 
 
 def op_samples() -> dict[str, tuple[Any, ...]]:
-    """Arguments for every op, by position."""
+    """Arguments for every op: by position, then a dict of options."""
     samples: dict[str, tuple[Any, ...]] = {}
     for dtype in DTYPES:
         found = {name: operator.samples(dtype) for name, operator in OPERATORS.items()} | more_samples(dtype)
@@ -42,8 +42,10 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("sample", list(op_samples()))
 def test_opcheck(sample: str) -> None:
-    arguments = op_samples()[sample]
-    torch.library.opcheck(getattr(torch.ops.hopwell, sample.split()[0]).default, arguments)
+    arguments, options = op_samples()[sample], {}
+    if isinstance(arguments[-1], dict):
+        *arguments, options = arguments
+    torch.library.opcheck(getattr(torch.ops.hopwell, sample.split()[0]).default, tuple(arguments), options)
 
 
 class Listener(TorchDispatchMode):

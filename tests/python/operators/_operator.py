@@ -21,7 +21,7 @@ class Operator:
     name: str
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     call: Callable[[Rng, str], Call]  # on random data of a dtype
-    samples: Callable[[torch.dtype], dict[str, tuple[Any, ...]]]  # by position, for opcheck; the first has no name: ""
+    samples: Callable[[torch.dtype], dict[str, tuple[Any, ...]]]  # for opcheck; options are a dict; the first is ""
 
     # The fuzzer's calls, and what `hopwell.reference` expects of the results.
     right: Callable[[], st.SearchStrategy[FuzzedCall]]

@@ -78,8 +78,8 @@ def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     inputs = sparse_inputs(dtype)
     q, kv = (inputs[name].requires_grad_() for name in ("q", "kv"))
     _, _, lse = hopwell.sparse_mla_forward(q.detach(), kv.detach(), inputs["indices"], 0.5, 12)
-    ranges = torch.arange(9, dtype=torch.int32), torch.full((9,), 15, dtype=torch.int32)
-    return {"": (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)}
+    ranges = {"k_start": torch.arange(9, dtype=torch.int32), "k_end": torch.full((9,), 15, dtype=torch.int32)}
+    return {"": (q, kv, inputs["indices"], lse, 0.5, ranges)}
 
 
 OPERATOR = Operator(

@@ -161,7 +161,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     pool = kv.requires_grad_(), gate.requires_grad_()
     return {
         "": (*pool, ratio, bias.requires_grad_(), *packed),
-        "plain": (*pool, 3, None, False, None, None, "float32"),
+        "plain": (*pool, 3, {"out_dtype": "float32"}),
     }
 
 

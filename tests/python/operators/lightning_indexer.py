@@ -281,17 +281,17 @@ INDEXER_DIMENSIONS = {
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them."""
     inputs = indexer_inputs(dtype)
-    return {"": (*(inputs[n] for n in ("q_index", "k_index", "weights")), 5, None, 0, 1, *(None,) * 4, False)}
+    return {"": (*(inputs[n] for n in ("q_index", "k_index", "weights")), 5, {"q_start": 0, "relu": False})}
 
 
 def backward_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     inputs = indexer_inputs(dtype)
     loss = inputs["target"], *index_leaves(inputs), inputs["indices"]
-    ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)
+    options = {**indexer_key_ranges(), "row_weights": torch.rand(11), "relu": False, "d_loss": 0.5}
     return {
         "": loss,
-        "key ranges": (*loss, *ranges, None, row_weights, False, 0.5),
-        "d_scores": (None, *loss[1:], None, None, torch.randn(inputs["target"].shape)),
+        "key ranges": (*loss, options),
+        "d_scores": (None, *loss[1:], {"d_scores": torch.randn(inputs["target"].shape)}),
     }
 
 

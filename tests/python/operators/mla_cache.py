@@ -142,10 +142,13 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     kv, slots = torch.randn(3, 512).to(dtype), torch.tensor([5, -1, 2])
-    rotation = torch.arange(3), torch.randn(4, 64), 448, False
-    coded = torch.zeros(2, 4, 656, dtype=torch.uint8), slots, torch.randn(3, 64).to(dtype)
-    one_scale = torch.zeros(2, 4, 512, dtype=torch.uint8), slots, *(None,) * 4, True, "pow2", torch.tensor(0.5)
-    return {"": (kv, *coded, *rotation, "fp32"), "one scale": (kv.clone().requires_grad_(), *one_scale)}
+    rotation = {"positions": torch.arange(3), "cos_sin": torch.randn(4, 64), "rope_offset": 448, "interleaved": False}
+    options = {"k_rope": torch.randn(3, 64).to(dtype), **rotation, "scale_format": "fp32"}
+    coded, one_scale = (torch.zeros(2, 4, row, dtype=torch.uint8) for row in (656, 512))
+    return {
+        "": (kv, coded, slots, options),
+        "one scale": (kv.clone().requires_grad_(), one_scale, slots, {"kv_scale": torch.tensor(0.5)}),
+    }
 
 
 OPERATOR = Operator(

@@ -326,7 +326,7 @@ def _quantized() -> tuple[Any, ...]:
 
 def linear_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     bias = torch.randn(10, dtype=dtype, requires_grad=True)
-    return {"": (torch.randn(3, 64).to(dtype).requires_grad_(), *_quantized(), bias)}
+    return {"": (torch.randn(3, 64).to(dtype).requires_grad_(), *_quantized(), {"bias": bias})}
 
 
 def linear_backward_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
@@ -345,17 +345,17 @@ def matmul_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     samples = gemv_samples(dtype)
     for a, _, sfa, _ in samples.values():
         flat = a[:, :, 0], a[:3, :, 0], sfa[:, :, 0], sfa[:3, :, 0]
-        samples[""] = (*flat, 0.5, torch.randn(3), "float32")
+        samples[""] = (*flat, {"alpha": 0.5, "bias": torch.randn(3), "out_dtype": "float32"})
     return samples
 
 
 def quantize_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     x = torch.randn(3, 64).to(dtype)
-    return {layout: (x, layout) for layout in ("plain", "blocked")}
+    return {layout: (x, {"scale_layout": layout}) for layout in ("plain", "blocked")}
 
 
 def dequantize_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    return {"": (*_quantized(), "plain", str(dtype).removeprefix("torch."))}
+    return {"": (*_quantized(), {"dtype": str(dtype).removeprefix("torch.")})}
 
 
 GEMV = Operator(

@@ -162,7 +162,7 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     tables, lens = torch.randint(0, 4, (2, 3)).int(), torch.tensor([5, 3]).int()
     paged = torch.randn(2, 3, 4, 16).to(dtype), torch.randn(4, 5, 16).to(dtype), torch.randn(2, 3, 4), 7, tables, lens
-    return {"": paged, "no scores": (*paged, None, False, True, False)}
+    return {"": paged, "no scores": (*paged, {"relu": False, "slots": True, "without_scores": True})}
 
 
 OPERATOR = Operator(

@@ -382,25 +382,25 @@ def _leaves(dtype: torch.dtype) -> tuple[Any, ...]:
     return q, kv, inputs["indices"], 0.5, 12
 
 
-def _key_ranges() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(9, dtype=torch.int32), torch.full((9,), 15, dtype=torch.int32)
+def _key_ranges() -> dict[str, Any]:
+    return {"k_start": torch.arange(9, dtype=torch.int32), "k_end": torch.full((9,), 15, dtype=torch.int32)}
 
 
-def _window_keys(dtype: torch.dtype) -> tuple[Any, ...]:
-    ranges = torch.arange(9, dtype=torch.int32), torch.full((9,), 9, dtype=torch.int32)
-    return torch.randn(12, 20).to(dtype), 3, *ranges
+def _window_keys(dtype: torch.dtype) -> dict[str, Any]:
+    ranges = {"w_start": torch.arange(9, dtype=torch.int32), "w_end": torch.full((9,), 9, dtype=torch.int32)}
+    return {"window_kv": torch.randn(12, 20).to(dtype), "window": 3, **ranges}
 
 
 def forward_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    inputs, sink = _leaves(dtype), torch.randn(5).requires_grad_()
-    leaf, *window = _window_keys(dtype)
-    options: tuple[Any, ...] = *(None,) * 3, 1, None, None, False, False
+    inputs, sink = _leaves(dtype), {"attn_sink": torch.randn(5).requires_grad_()}
+    window = _window_keys(dtype)
+    window["window_kv"].requires_grad_()
     return {
         "": (*inputs, sink),
-        "no sink": (*inputs, None, None, None, 4, 2),
-        "key ranges": (*inputs, sink, None, None, None, 1, *_key_ranges()),
-        "hints": (*inputs, sink, *(None,) * 3, 1, None, None, True, True),
-        "window": (*inputs, sink, *options, leaf.requires_grad_(), *window),
+        "no sink": (*inputs, {"q_start": 4, "kv_stride": 2}),
+        "key ranges": (*inputs, sink | _key_ranges()),
+        "hints": (*inputs, sink | {"indices_ascending": True, "share_keys": True}),
+        "window": (*inputs, sink | window),
         "every key": (*inputs[:2], None, 0.5, 12, sink),
     }
 
@@ -410,10 +410,10 @@ def backward_samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     name = str(dtype).removeprefix("torch.")
     out, _, lse = hopwell.sparse_mla_forward(q, kv, *rest)
     backward = (torch.randn_like(out), q, kv, rest[0], out, lse, 0.5, 12)
-    options = *(None,) * 3, 1, None, None, True, name, True, True, False, False
+    options = {"deterministic": True, "dkv_dtype": name}
     return {
-        "": (*backward, torch.randn(5), None, None, None, 1, *_key_ranges(), True, name),
-        "window": (*backward, None, *options, *_window_keys(dtype)),
+        "": (*backward, {"attn_sink": torch.randn(5), **_key_ranges(), **options}),
+        "window": (*backward, _window_keys(dtype) | options),
     }
 
 

@@ -199,9 +199,10 @@ def dimensions(a: dict[str, Any]) -> dict[str, str]:
 
 def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     decode = torch.randn(2, 3, 512).to(dtype), torch.randn(4, 2, 512), torch.randint(-1, 9, (2, 70)).int(), 0.3, 40
-    tables = torch.randint(0, 4, (2, 3)).int(), torch.tensor([5, 3]).int(), torch.tensor([70, 9]).int()
+    lengths = {"context_lens": torch.tensor([5, 3]).int(), "topk_length": torch.tensor([70, 9]).int()}
+    options = {"block_tables": torch.randint(0, 4, (2, 3)).int(), **lengths, "keys_per_split": 64}
     coded = decode[0], torch.zeros(4, 2, 512, dtype=torch.uint8), *decode[2:]
-    return {"": decode, "tables": (*coded, *tables, *(None,) * 5, torch.tensor(0.5), None, None, 64)}
+    return {"": decode, "tables": (*coded, options | {"kv_scale": torch.tensor(0.5)})}
 
 
 OPERATOR = Operator(

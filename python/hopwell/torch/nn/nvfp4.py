@@ -189,7 +189,7 @@ class NVFP4Linear(KeepsDtypes):
         if self.input_scale is None:
             reciprocal = self.global_is_reciprocal
             results = [
-                nvfp4_linear_any_rows(rows, *weight, factor, own_bias, global_is_reciprocal=reciprocal)
+                nvfp4_linear_any_rows(rows, *weight, factor, bias=own_bias, global_is_reciprocal=reciprocal)
                 for weight, factor, own_bias in zip(
                     weights, self.weight_global.expand(len(sizes)).unbind(), biases, strict=True
                 )

@@ -7,7 +7,8 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import Gradients, differentiable, exporting, operator, scaled
+from ._lightning_indexer import save_loss, scaled_gradients
+from ._register import Named, NamedGradients, arguments_of, differentiable, exporting, operator
 
 _dense_loss = exporting(hopwell.indexer_dense_loss)
 
@@ -25,58 +26,24 @@ def _indexer_dense_loss_fake(
 
 
 @operator("indexer_dense_loss", _indexer_dense_loss_fake)
+@arguments_of(hopwell.indexer_dense_loss, "row_loss", d_loss=float)
 def indexer_dense_loss_and_gradients(
-    q: Tensor,
-    kv: Tensor,
-    lse: Tensor,
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
-    sm_scale: float,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    row_weights: Tensor | None = None,
-    relu: bool = True,
-    d_loss: float = 1.0,
-    deterministic: bool = False,
-    attn_sink: Tensor | None = None,
-    normalize: str = "heads",
-    backend: str | None = None,
+    q: Tensor, deterministic: bool, **given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op behind `indexer_dense_loss`. It returns the loss, its gradients scaled by `d_loss` (d_q_index and
     d_k_index in float32, and d_weights), and each row's loss before its weight, float32 [s_q].
     """
     row_loss = q.new_empty(q.shape[:1], dtype=torch.float32)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    loss, d_q_index, d_k_index, d_weights = _dense_loss(**locals())
-    return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
+    result = _dense_loss(q=q, deterministic=deterministic, row_loss=row_loss, **given)
+    return result.loss.reshape(()), result.d_q_index, result.d_k_index, result.d_weights, row_loss
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """The forward has already computed the loss's gradients; the backward only scales them."""
-    _, *gradients, row_loss = output
-    ctx.mark_non_differentiable(*gradients, row_loss)
-    ctx.k_dtype, ctx.scaled = inputs[4].dtype, inputs[14] != 1.0
-    ctx.rest = inputs[6], *inputs[10:12], inputs[13], 1.0, inputs[15], *inputs[17:]
-    ctx.save_for_backward(*((*inputs[:6], *inputs[7:10], inputs[12], inputs[16]) if ctx.scaled else gradients))
+def _differentiate(kept: Named, _: set[str], d_loss: Tensor, *_constants: Tensor) -> NamedGradients:
+    return scaled_gradients(indexer_dense_loss_and_gradients, kept, d_loss)
 
 
-def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
-    gradients = ctx.saved_tensors
-    if ctx.scaled:
-        *operands, k_start, k_end, q_positions, row_weights, attn_sink = gradients
-        sm_scale, q_start, kv_stride, *options, normalize, backend = ctx.rest
-        masks = k_start, k_end, q_positions, q_start, kv_stride
-        arguments = *operands, sm_scale, *masks, row_weights, *options, attn_sink, normalize, backend
-        gradients = indexer_dense_loss_and_gradients(*arguments)[1:4]
-    d_q_index, d_k_index, d_weights = (scaled(g, d_loss) for g in gradients)
-    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 13
-
-
-differentiable("indexer_dense_loss", _differentiate, _save)
+differentiable("indexer_dense_loss", _differentiate, save_loss, constants=(1, 2, 3, 4))
 
 
 def indexer_dense_loss(
@@ -111,7 +78,4 @@ def indexer_dense_loss(
     Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse, attn_sink and
     row_weights.
     """
-    return indexer_dense_loss_and_gradients(
-        q, kv, lse, q_index, k_index, weights, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights,
-        relu, 1.0, deterministic, attn_sink, normalize, backend,
-    )[0]  # fmt: skip
+    return indexer_dense_loss_and_gradients(**locals())[0]

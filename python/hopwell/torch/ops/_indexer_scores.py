@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hopwell._checks import require, require_one_device, require_shape
 
-from ._lightning_indexer import lightning_indexer_backward
-from ._register import Gradients, contiguous_rows, differentiable, operator
+from ._lightning_indexer import index_gradients
+from ._register import Named, NamedGradients, contiguous_rows, differentiable, operator
 
 _PRODUCTS_AT_A_TIME = 1 << 26  # 256 MiB of float32
 
@@ -75,19 +75,8 @@ def indexer_scores(
     return scores.masked_fill_(~counts, -torch.inf)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
+def _differentiate(given: Named, _: set[str], d_scores: Tensor) -> NamedGradients:
+    return index_gradients(None, d_scores=contiguous_rows(d_scores), **given)
 
 
-def _differentiate(ctx: Any, d_scores: Tensor) -> Gradients:
-    q_index, k_index, weights, indices, k_start, k_end = ctx.saved_tensors
-    relu, deterministic, backend = ctx.options
-    _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(
-        None, q_index, k_index, weights, indices, k_start, k_end, contiguous_rows(d_scores), None, relu, 1.0,
-        deterministic, backend,
-    )  # fmt: skip
-    return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 6
-
-
-differentiable("indexer_scores", _differentiate, _save)
+differentiable("indexer_scores", _differentiate, lambda given, _: given)

@@ -8,7 +8,16 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import Gradients, contiguous_rows, differentiable, exporting, no_gradient, operator
+from ._register import (
+    Named,
+    NamedGradients,
+    arguments_of,
+    contiguous_rows,
+    differentiable,
+    exporting,
+    no_gradient,
+    operator,
+)
 
 _compress, _backward = exporting(hopwell.kv_compress), exporting(hopwell.kv_compress_backward)
 
@@ -24,18 +33,9 @@ def _kv_compress_fake(kv: Tensor, ratio: int, overlap: bool, out_dtype: str | No
 
 
 @operator("kv_compress", _kv_compress_fake)
-def _kv_compress(
-    kv: Tensor,
-    gate: Tensor,
-    ratio: int,
-    position_bias: Tensor | None = None,
-    overlap: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_compressed: Tensor | None = None,
-    out_dtype: str | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    out: Tensor = _compress(**locals())
+@arguments_of(hopwell.kv_compress, "out", out_dtype=str | None)
+def _kv_compress(**given: Any) -> Tensor:
+    out: Tensor = _compress(**given)
     return out
 
 
@@ -45,19 +45,10 @@ def _kv_compress_backward_fake(kv: Tensor, position_bias: Tensor | None, **_: An
 
 
 @operator("kv_compress_backward", _kv_compress_backward_fake)
-def _kv_compress_backward(
-    d_out: Tensor,
-    kv: Tensor,
-    gate: Tensor,
-    ratio: int,
-    position_bias: Tensor | None = None,
-    overlap: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_compressed: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@arguments_of(hopwell.kv_compress_backward, "d_kv", "d_gate")
+def _kv_compress_backward(kv: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """An op cannot return None, so d_position_bias is an empty tensor without a position_bias."""
-    d_kv, d_gate, d_position_bias = _backward(**locals())
+    d_kv, d_gate, d_position_bias = _backward(kv=kv, **given)
     return d_kv, d_gate, kv.new_empty(0, dtype=torch.float32) if d_position_bias is None else d_position_bias
 
 
@@ -82,8 +73,8 @@ def kv_compress(
     kv and gate are bfloat16 or float32 [s, w], w = d, or 2·d with `overlap`; position_bias float32 [ratio, w].
     Documents: cu_seqlens and cu_compressed, which `compressed_lengths` computes, int32 [documents + 1].
     """
-    name = None if out_dtype is None else _out_dtype_name(out_dtype, kv)
-    return _kv_compress(kv, gate, ratio, position_bias, overlap, cu_seqlens, cu_compressed, name, backend)
+    out_dtype = None if out_dtype is None else _out_dtype_name(out_dtype, kv)
+    return _kv_compress(**locals())
 
 
 def kv_compress_backward(
@@ -99,29 +90,14 @@ def kv_compress_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `kv_compress`: (d_kv, d_gate, d_position_bias); the last is None without a position_bias."""
-    documents = (cu_seqlens, cu_compressed)
-    d_kv, d_gate, d_bias = _kv_compress_backward(
-        d_out, kv, gate, ratio, position_bias, overlap, *documents, backend
-    )  # fmt: skip
+    d_kv, d_gate, d_bias = _kv_compress_backward(**locals())
     return d_kv, d_gate, None if position_bias is None else d_bias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    kv, gate, ctx.ratio, position_bias, ctx.overlap, cu_seqlens, cu_compressed, _, ctx.backend = inputs
-    ctx.save_for_backward(kv, gate, position_bias, cu_seqlens, cu_compressed)
+def _gradients(given: Named, _: set[str], d_out: Tensor) -> NamedGradients:
+    del given["out_dtype"]
+    d_kv, d_gate, d_bias = kv_compress_backward(contiguous_rows(d_out), **given)
+    return {"kv": d_kv, "gate": d_gate, "position_bias": d_bias}
 
 
-def _gradients(ctx: Any, d_out: Tensor) -> Gradients:
-    kv, gate, position_bias, cu_seqlens, cu_compressed = ctx.saved_tensors
-    d_kv, d_gate, d_bias = kv_compress_backward(
-        *(contiguous_rows(d_out), kv, gate, ctx.ratio),
-        position_bias=position_bias,
-        overlap=ctx.overlap,
-        cu_seqlens=cu_seqlens,
-        cu_compressed=cu_compressed,
-        backend=ctx.backend,
-    )
-    return d_kv, d_gate, None, d_bias, None, None, None, None, None
-
-
-differentiable("kv_compress", _gradients, _save)
+differentiable("kv_compress", _gradients, lambda given, _: given)

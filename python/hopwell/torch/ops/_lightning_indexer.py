@@ -1,5 +1,6 @@
 """The lightning indexer and its loss."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import check_size
 
-from ._register import Gradients, contiguous_rows, differentiable, exporting, operator, scaled
+from ._register import Named, NamedGradients, contiguous_rows, differentiable, exporting, operator, scaled
 
 _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
@@ -92,43 +93,48 @@ def lightning_indexer_backward(
     return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
 
 
-def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[0])
-    ctx.relu, ctx.backend = inputs[11:]
-    ctx.save_for_backward(*inputs[:3], output[0])
+def _save_scores(given: Named, results: tuple[Tensor, Tensor]) -> Named:
+    names = "q_index", "k_index", "weights", "relu", "backend"
+    return {name: given[name] for name in names} | {"indices": results[0]}
 
 
-def _differentiate_scores(ctx: Any, _: Tensor, d_scores: Tensor) -> Gradients:
-    q_index, k_index, weights, indices = ctx.saved_tensors
-    options: dict[str, Any] = {"relu": ctx.relu, "backend": ctx.backend}
-    _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(
-        None, q_index, k_index, weights, indices, d_scores=contiguous_rows(d_scores), **options
-    )
-    return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 10
+def _differentiate_scores(given: Named, _: set[str], _d_indices: Tensor, d_scores: Tensor) -> NamedGradients:
+    return index_gradients(None, d_scores=contiguous_rows(d_scores), **given)
 
 
-differentiable("lightning_indexer", _differentiate_scores, _save_scores)
+def index_gradients(*args: Any, **kwargs: Any) -> NamedGradients:
+    """The gradients of `lightning_indexer_backward`, each in its input's dtype."""
+    _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(*args, **kwargs)
+    return {"q_index": d_q_index, "k_index": d_k_index.to(d_q_index.dtype), "weights": d_weights}
 
 
-def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+differentiable("lightning_indexer", _differentiate_scores, _save_scores, constants=(0,))
+
+
+def save_loss(given: Named, results: tuple[Tensor, ...]) -> Named:
     """The forward has already computed the loss's gradients; the backward only scales them."""
-    arguments, (ctx.relu, d_loss, ctx.deterministic, ctx.backend) = inputs[:9], inputs[9:]
-    _, *gradients, row_loss = output
-    ctx.mark_non_differentiable(*gradients, row_loss)
-    ctx.k_dtype, ctx.scaled = inputs[2].dtype, d_loss != 1.0
-    ctx.save_for_backward(*(arguments if ctx.scaled else gradients))
+    if given["d_loss"] != 1.0:
+        return given | {"d_loss": 1.0}
+    _, d_q_index, d_k_index, d_weights, _ = results
+    k_dtype = given["k_index"].dtype
+    return {"q_index": d_q_index, "k_index": d_k_index, "weights": d_weights, "k_dtype": k_dtype}
 
 
-def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
-    gradients = ctx.saved_tensors
-    if ctx.scaled:
-        arguments: tuple[Any, ...] = (*gradients, ctx.relu, 1.0, ctx.deterministic, ctx.backend)
-        gradients = lightning_indexer_backward(*arguments)[1:4]
-    d_q_index, d_k_index, d_weights = (scaled(g, d_loss) for g in gradients)
-    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 9
+def scaled_gradients(op: Callable[..., tuple[Tensor, ...]], kept: Named, d_loss: Tensor) -> NamedGradients:
+    """The gradients of a loss's op, for what `save_loss` kept."""
+    k_dtype = kept.pop("k_dtype", None)
+    if k_dtype is None:
+        k_dtype = kept["k_index"].dtype
+        kept = dict(zip(("q_index", "k_index", "weights"), op(**kept)[1:4], strict=True))
+    gradients = {name: scaled(gradient, d_loss) for name, gradient in kept.items()}
+    return {**gradients, "k_index": gradients["k_index"].to(k_dtype)}
 
 
-differentiable("lightning_indexer_backward", _differentiate_indexer_loss, _save_indexer_loss)
+def _differentiate_indexer_loss(kept: Named, _: set[str], d_loss: Tensor, *_constants: Tensor) -> NamedGradients:
+    return scaled_gradients(lightning_indexer_backward, kept, d_loss)
+
+
+differentiable("lightning_indexer_backward", _differentiate_indexer_loss, save_loss, constants=(1, 2, 3, 4))
 
 
 def indexer_loss(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import exporting, operator, stop_gradient
+from ._register import arguments_of, exporting, operator, stop_gradient, tensor_or_number
 
 _hopwell_append = exporting(hopwell.mla_cache_append)
 
@@ -16,33 +16,10 @@ def _append_fake(**_: Any) -> None:
     return None
 
 
-# kv_scale is a tensor, or with kv_scale_value a number: an op's argument has one type.
 @operator("mla_cache_append", _append_fake, writes=("cache",))
-def _append(
-    kv: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    k_rope: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin: Tensor | None = None,
-    rope_offset: int | None = None,
-    interleaved: bool = True,
-    scale_format: str = "pow2",
-    kv_scale: Tensor | None = None,
-    kv_scale_value: float | None = None,
-    backend: str | None = None,
-) -> None:
-    _hopwell_append(
-        *(kv, cache, slots),
-        k_rope=k_rope,
-        positions=positions,
-        cos_sin=cos_sin,
-        rope_offset=rope_offset,
-        interleaved=interleaved,
-        scale_format=scale_format,  # type: ignore[arg-type]
-        kv_scale=kv_scale_value if kv_scale is None else kv_scale,
-        backend=backend,
-    )
+@arguments_of(hopwell.mla_cache_append, kv_scale=Tensor | None, kv_scale_value=float | None)
+def _append(kv_scale: Tensor | None, kv_scale_value: float | None, **given: Any) -> None:
+    _hopwell_append(kv_scale=kv_scale_value if kv_scale is None else kv_scale, **given)
 
 
 stop_gradient("mla_cache_append")
@@ -71,9 +48,7 @@ def mla_cache_append(
             "mla_cache_append: cache requires grad, but the operator writes it in place: detach() it, or call "
             "under torch.no_grad()"
         )
-    array, number = (kv_scale, None) if isinstance(kv_scale, Tensor) else (None, kv_scale)
-    rotation = positions, cos_sin, rope_offset, interleaved
-    _append(kv, cache, slots, k_rope, *rotation, scale_format, array, number, backend)
+    _append(**tensor_or_number("kv_scale", locals()))
     return cache
 
 

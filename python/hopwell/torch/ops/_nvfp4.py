@@ -12,7 +12,9 @@ import hopwell
 from hopwell._arrays import dtype_name
 
 from ._register import (
-    Gradients,
+    Named,
+    NamedGradients,
+    arguments_of,
     contiguous_rows,
     differentiable,
     exporting,
@@ -51,18 +53,9 @@ def _nvfp4_gemv_fake(a: Tensor, out_dtype: str, **_: Any) -> Tensor:
 
 
 @operator("nvfp4_gemv", _nvfp4_gemv_fake)
-def _nvfp4_gemv(
-    a: Tensor,
-    b: Tensor,
-    sfa: Tensor,
-    sfb: Tensor,
-    alpha: float = 1.0,
-    out_dtype: str = "float16",
-    scale_layout: str = "plain",
-    backend: str | None = None,
-    global_is_reciprocal: bool = False,
-) -> Tensor:
-    c: Tensor = _gemv(**locals())
+@arguments_of(hopwell.nvfp4_gemv, "out")
+def _nvfp4_gemv(**given: Any) -> Tensor:
+    c: Tensor = _gemv(**given)
     return c.contiguous()
 
 
@@ -81,7 +74,7 @@ def nvfp4_gemv(
     out_dtype, float16, bfloat16 or float32. Codes and scales as in `hopwell.nvfp4_gemv`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
-    return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend, global_is_reciprocal)
+    return _nvfp4_gemv(**locals())
 
 
 def _nvfp4_linear_fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
@@ -89,17 +82,9 @@ def _nvfp4_linear_fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
 
 
 @operator("nvfp4_linear", _nvfp4_linear_fake)
-def _nvfp4_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_global: Tensor,
-    bias: Tensor | None = None,
-    scale_layout: str = "plain",
-    global_is_reciprocal: bool = False,
-    backend: str | None = None,
-) -> Tensor:
-    result: Tensor = _linear(**locals())
+@arguments_of(hopwell.nvfp4_linear, "out", weight_global=Tensor)
+def _nvfp4_linear(**given: Any) -> Tensor:
+    result: Tensor = _linear(**given)
     return result
 
 
@@ -122,28 +107,20 @@ def nvfp4_linear(
     """
     if not isinstance(weight_global, Tensor):
         weight_global = _as_tensor("nvfp4_linear", "weight_global", weight_global, x, global_is_reciprocal)
-    return _nvfp4_linear(x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, backend)
+    return _nvfp4_linear(**locals())
 
 
 @operator("nvfp4_linear_any_rows", _nvfp4_linear_fake)
-def nvfp4_linear_any_rows(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_global: Tensor,
-    bias: Tensor | None = None,
-    scale_layout: str = "plain",
-    global_is_reciprocal: bool = False,
-    backend: str | None = None,
-) -> Tensor:
+@arguments_of(hopwell.nvfp4_linear, "out", weight_global=Tensor)
+def nvfp4_linear_any_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None, **given: Any) -> Tensor:
     """`nvfp4_linear`, or a product with the dequantised weight, which exists for the time of the call, where that is
     faster. The choice is made in an op because a trace would keep it, and serve no other numbers of rows.
     """
-    given: dict[str, Any] = {"scale_layout": scale_layout, "global_is_reciprocal": global_is_reciprocal}
     if backend is None and _is_faster_dequantized(x, weight):
-        dense = _dequantize(weight, weight_scale, weight_global, dtype="bfloat16", **given)
+        scales, weight_global = given.pop("weight_scale"), given.pop("weight_global")
+        dense = _dequantize(weight, scales, weight_global, dtype="bfloat16", **given)
         return functional.linear(x, dense, bias)
-    y: Tensor = _linear(x, weight, weight_scale, weight_global, bias=bias, backend=backend, **given)
+    y: Tensor = _linear(x=x, weight=weight, bias=bias, backend=backend, **given)
     return y
 
 
@@ -163,16 +140,9 @@ def _nvfp4_linear_backward_fake(d_out: Tensor, weight: Tensor, **_: Any) -> Tens
 
 
 @operator("nvfp4_linear_backward", _nvfp4_linear_backward_fake)
-def _nvfp4_linear_backward(
-    d_out: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_global: Tensor,
-    scale_layout: str = "plain",
-    global_is_reciprocal: bool = False,
-    backend: str | None = None,
-) -> Tensor:
-    d_x: Tensor = _linear_backward(**locals())
+@arguments_of(hopwell.nvfp4_linear_backward, "out", weight_global=Tensor)
+def _nvfp4_linear_backward(**given: Any) -> Tensor:
+    d_x: Tensor = _linear_backward(**given)
     return d_x
 
 
@@ -189,29 +159,25 @@ def nvfp4_linear_backward(
     """d_x = d_out · W: the gradient of `nvfp4_linear` for its x. d_out [n, N], the weights as there; d_x [n, K] in the
     dtype of d_out. Without gradients.
     """
+    given = locals()
     if not isinstance(weight_global, Tensor):
         name = "nvfp4_linear_backward"
-        weight_global = _as_tensor(name, "weight_global", weight_global, d_out, global_is_reciprocal)
-    return _nvfp4_linear_backward(
-        d_out, weight, weight_scale, weight_global, scale_layout, global_is_reciprocal, backend
-    )
+        given["weight_global"] = _as_tensor(name, "weight_global", weight_global, d_out, global_is_reciprocal)
+    return _nvfp4_linear_backward(**given)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *weights, _, scale_layout, global_is_reciprocal, backend = inputs
-    ctx.save_for_backward(*weights)
-    has_backward = backend in hopwell.backends("nvfp4_linear_backward")
-    ctx.options = scale_layout, global_is_reciprocal, backend if has_backward else None
+def _save_linear(given: Named, _: Tensor) -> Named:
+    has_backward = given["backend"] in hopwell.backends("nvfp4_linear_backward")
+    del given["x"], given["bias"]
+    return given | {"backend": given["backend"] if has_backward else None}
 
 
-def _linear_gradients(ctx: Any, d_out: Tensor) -> Gradients:
-    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
-    for i, name in enumerate(("weight", "weight_scale", "weight_global"), 1):
-        if i in needed:
+def _linear_gradients(given: Named, needed: set[str], d_out: Tensor) -> NamedGradients:
+    for name in ("weight", "weight_scale", "weight_global"):
+        if name in needed:
             raise RuntimeError(f"hopwell::nvfp4_linear has no gradient for {name}: its weights are frozen")
-    d_x = _nvfp4_linear_backward(contiguous_rows(d_out), *ctx.saved_tensors, *ctx.options) if 0 in needed else None
-    d_bias = d_out.sum(0) if 4 in needed else None
-    return d_x, None, None, None, d_bias, None, None, None
+    d_x = _nvfp4_linear_backward(contiguous_rows(d_out), **given) if "x" in needed else None
+    return {"x": d_x, "bias": d_out.sum(0) if "bias" in needed else None}
 
 
 for _name in ("nvfp4_linear", "nvfp4_linear_any_rows"):
@@ -224,19 +190,9 @@ def _nvfp4_matmul_fake(a: Tensor, b: Tensor, out_dtype: str, **_: Any) -> Tensor
 
 
 @operator("nvfp4_matmul", _nvfp4_matmul_fake)
-def _nvfp4_matmul(
-    a: Tensor,
-    b: Tensor,
-    sfa: Tensor,
-    sfb: Tensor,
-    alpha: float = 1.0,
-    bias: Tensor | None = None,
-    out_dtype: str = "bfloat16",
-    scale_layout: str = "plain",
-    backend: str | None = None,
-    global_is_reciprocal: bool = False,
-) -> Tensor:
-    c: Tensor = _matmul(**locals())
+@arguments_of(hopwell.nvfp4_matmul, "out")
+def _nvfp4_matmul(**given: Any) -> Tensor:
+    c: Tensor = _matmul(**given)
     return c
 
 
@@ -256,7 +212,7 @@ def nvfp4_matmul(
     out_dtype, bfloat16, float16 or float32. Codes and scales as in `hopwell.nvfp4_matmul`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
-    return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend, global_is_reciprocal)
+    return _nvfp4_matmul(**locals())
 
 
 def _nvfp4_quantize_fake(x: Tensor, scale_layout: str, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,13 +223,9 @@ def _nvfp4_quantize_fake(x: Tensor, scale_layout: str, **_: Any) -> tuple[Tensor
 
 
 @operator("nvfp4_quantize", _nvfp4_quantize_fake)
-def _nvfp4_quantize(
-    x: Tensor,
-    scale_layout: str = "plain",
-    global_scale: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, used = _quantize(**locals())
+@arguments_of(hopwell.nvfp4_quantize, global_scale=Tensor | None)
+def _nvfp4_quantize(global_scale: Tensor | None, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, used = _quantize(global_scale=global_scale, **given)
     if global_scale is not None:
         used = global_scale.clone().reshape(())  # an op's output must not be its input
     return codes, scales, used
@@ -292,7 +244,7 @@ def nvfp4_quantize(
     """
     if global_scale is not None and not isinstance(global_scale, Tensor):
         global_scale = _as_tensor("nvfp4_quantize", "global_scale", global_scale, x)
-    return _nvfp4_quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
+    return _nvfp4_quantize(**locals())
 
 
 def _nvfp4_dequantize_fake(codes: Tensor, dtype: str, **_: Any) -> Tensor:
@@ -301,16 +253,9 @@ def _nvfp4_dequantize_fake(codes: Tensor, dtype: str, **_: Any) -> Tensor:
 
 
 @operator("nvfp4_dequantize", _nvfp4_dequantize_fake)
-def _nvfp4_dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    global_scale: Tensor,
-    scale_layout: str = "plain",
-    dtype: str = "float32",
-    backend: str | None = None,
-    global_is_reciprocal: bool = False,
-) -> Tensor:
-    result: Tensor = _dequantize(**locals())
+@arguments_of(hopwell.nvfp4_dequantize, global_scale=Tensor)
+def _nvfp4_dequantize(**given: Any) -> Tensor:
+    result: Tensor = _dequantize(**given)
     return result
 
 
@@ -330,7 +275,7 @@ def nvfp4_dequantize(
     dtype = dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     if not isinstance(global_scale, Tensor):
         global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes, global_is_reciprocal)
-    return _nvfp4_dequantize(codes, scales, global_scale, scale_layout, dtype, backend, global_is_reciprocal)
+    return _nvfp4_dequantize(**locals())
 
 
 no_gradient("nvfp4_gemv")

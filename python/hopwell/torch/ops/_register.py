@@ -6,17 +6,21 @@ off.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
 
+from hopwell._arrays import Array, ArrayT, DType
 from hopwell._checks import require_one_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Named = dict[str, Any]  # arguments of a call, or values kept of it
 Gradients = tuple[Tensor | None, ...]
+NamedGradients = dict[str, Tensor | None]
 
 _torch: Any = torch  # what is used of it here has no types
 _forward_ad = _torch.autograd.forward_ad
@@ -39,27 +43,86 @@ def operator(
         for device in ("CPU", "CUDA"):
             _library.impl(name, kernel, device)
         op = _op(name)
+        names = dict.fromkeys(argument.name for argument in op._schema.arguments)
         torch.library.register_fake(f"hopwell::{name}", _on_one_device(op, fake), lib=_library)
 
         @functools.wraps(kernel)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             result: R
+            given: Any = args
+            named: dict[str, Any] = kwargs
+            if named.keys() == names.keys():  # PyTorch takes positional arguments faster
+                given, named = [named[argument] for argument in names], {}
             try:
                 if torch.is_grad_enabled() or _forward_ad._current_level >= 0 or torch.compiler.is_compiling():
-                    result = op(*args, **kwargs)
+                    result = op(*given, **named)
                 else:
                     with _below_autograd():
-                        result = op(*args, **kwargs)
+                        result = op(*given, **named)
                 return result
             except RuntimeError as error:
                 if not str(error).startswith(f"hopwell::{name}() "):
                     raise
                 refused = error  # by the dispatcher
-            raise _as_hopwell_says(op, kernel, args, kwargs, refused)
+            raise _as_hopwell_says(op, kernel, given, named, refused)
 
         return call
 
     return register
+
+
+def arguments_of(
+    function: Callable[..., Any], *without: str, **others: Any
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Gives a kernel, which takes `**given`, the arguments of an operator of `hopwell`, with their order and defaults.
+
+    `without` names arguments that the op does not have: outputs, and what belongs to them. `others` are types of
+    arguments that have another type in the op, or that only the op has; their default is None, or False.
+    """
+    parameters = dict(inspect.signature(function).parameters)
+    for name in ("stream", *without):
+        del parameters[name]
+    backend = parameters.pop("backend")
+    for name, kind in others.items():
+        default = False if kind is bool else None
+        known = parameters.get(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+        parameters[name] = known.replace(annotation=kind)
+    parameters["backend"] = backend
+    names = list(parameters)
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    arguments = [
+        p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=_of_torch(p.annotation))
+        for p in parameters.values()
+    ]
+
+    def take(kernel: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(kernel)
+        def call(*args: Any, **kwargs: Any) -> R:
+            given = dict(zip(names, args, strict=False))
+            return kernel(**given) if len(given) == len(names) else kernel(**defaults | given | kwargs)
+
+        result = inspect.signature(kernel).return_annotation
+        call.__signature__ = inspect.Signature(arguments, return_annotation=result)  # type: ignore[attr-defined]
+        return call
+
+    return take
+
+
+def tensor_or_number(argument: str, given: Named) -> Named:
+    """The call's arguments for an op, where each has one type: a number moves to `<argument>_value`."""
+    if isinstance(given[argument], Tensor):
+        return given
+    return given | {argument: None, argument + "_value": given[argument]}
+
+
+def _of_torch(kind: Any) -> Any:
+    """The type of an op's argument, for the type of an operator's argument."""
+    if kind in (Array, ArrayT):
+        return Tensor
+    if kind is DType or get_origin(kind) is Literal:
+        return str
+    is_optional = type(None) in get_args(kind)
+    return _of_torch(get_args(kind)[0]) | None if is_optional else kind
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -103,15 +166,35 @@ def _as_hopwell_says(
     return refused
 
 
-def differentiable(name: str, backward: Callable[..., Gradients], save: Callable[..., None] | None = None) -> None:
-    """Gives hopwell::<name> its gradients; `save` keeps in the context what they need. They have none themselves."""
+def differentiable(
+    name: str,
+    backward: Callable[..., NamedGradients],
+    save: Callable[[Named, Any], Named] = lambda *_: {},
+    constants: tuple[int, ...] = (),
+) -> None:
+    """Gives hopwell::<name> its gradients, which have none themselves.
+
+    `save` takes the arguments by name and the result, and returns what the backward needs. `backward` takes that, the
+    names of the arguments that need a gradient, and the gradients of the results; it returns gradients by name.
+    `constants` are the results that have none.
+    """
+    op, torch_autograd = _op(name), torch._library.autograd
+    names = [argument.name for argument in op._schema.arguments]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*(output[i] for i in constants))
+        ctx.kept = save(dict(zip(names, inputs, strict=True)), output)
+        ctx.tensors = [key for key, value in ctx.kept.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(ctx.kept.pop(key) for key in ctx.tensors))
 
     def once(ctx: Any, *d_outputs: Tensor) -> Gradients:
         refuse_second_derivative(f"hopwell::{name}")
-        return backward(ctx, *d_outputs)
+        kept = ctx.kept | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+        needs = zip(names, ctx.needs_input_grad, strict=False)  # PyTorch omits trailing defaults
+        gradients = backward(kept, {key for key, need in needs if need}, *d_outputs)
+        return tuple(map(gradients.get, names))
 
-    op, torch_autograd = _op(name), _torch._library.autograd
-    record = torch_autograd.make_autograd_impl(op, torch_autograd.Info(once, save))
+    record = torch_autograd.make_autograd_impl(op, torch_autograd.Info(once, keep))
 
     def autograd(keyset: Any, *args: Any) -> Any:
         if _forward_ad._current_level >= 0 or _c._are_functorch_transforms_active():
@@ -144,7 +227,7 @@ def stop_gradient(name: str) -> None:
 def no_gradient(name: str) -> None:
     """Declares that hopwell::<name> has no gradient: a backward that comes to it is an error."""
 
-    def refuse(ctx: Any, *_: Tensor) -> NoReturn:
+    def refuse(*_: Any) -> NoReturn:
         raise RuntimeError(f"hopwell::{name} has no gradient")
 
     differentiable(name, refuse)

@@ -9,7 +9,16 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import Gradients, contiguous_rows, differentiable, exporting, no_gradient, operator
+from ._register import (
+    Named,
+    NamedGradients,
+    arguments_of,
+    contiguous_rows,
+    differentiable,
+    exporting,
+    no_gradient,
+    operator,
+)
 
 _forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.sparse_mla_backward)
 
@@ -23,32 +32,11 @@ def _sparse_mla_forward_fake(q: Tensor, d_v: int, **_: Any) -> tuple[Tensor, Ten
 
 
 @operator("sparse_mla_forward", _sparse_mla_forward_fake)
-def sparse_mla_forward(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor | None,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    indices_ascending: bool = False,
-    share_keys: bool = False,
-    window_kv: Tensor | None = None,
-    window: int | None = None,
-    w_start: Tensor | None = None,
-    w_end: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The op behind `sparse_mla`. All arguments are positional, because custom ops require it of tensors. Only the
-    backward uses indices_ascending.
-    """
-    del indices_ascending
-    return _forward(**locals())
+@arguments_of(hopwell.sparse_mla_forward, "out", "max_logits", "lse", indices_ascending=bool)
+def sparse_mla_forward(indices_ascending: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op behind `sparse_mla`, with all arguments positional. Only the backward uses indices_ascending."""
+    out, max_logits, lse = _forward(**given)
+    return out, max_logits, lse
 
 
 def _dkv_dtype_name(dtype: str | torch.dtype) -> str:
@@ -79,38 +67,13 @@ def _sparse_mla_backward_fake(
 
 
 @operator("sparse_mla_backward", _sparse_mla_backward_fake)
+@arguments_of(hopwell.sparse_mla_backward, "accumulate", "dq", "dkv", "d_window_kv", "attn", "attn_with_sink")
 def _sparse_mla_backward(
-    d_out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    deterministic: bool = False,
-    dkv_dtype: str = "float32",
-    need_dq: bool = True,
-    need_dkv: bool = True,
-    indices_ascending: bool = False,
-    share_keys: bool = False,
-    window_kv: Tensor | None = None,
-    window: int | None = None,
-    w_start: Tensor | None = None,
-    w_end: Tensor | None = None,
-    need_d_window_kv: bool = True,
-    backend: str | None = None,
+    q: Tensor, deterministic: bool, dkv_dtype: str, **given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None, so a gradient that was not requested is an empty tensor here."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    gradients = _backward(**locals())
+    gradients = _backward(q=q, deterministic=deterministic, dkv_dtype=dkv_dtype, **given)
     of_keys = _dkv_dtype(dkv_dtype)
     dq, dkv, d_sink, d_window_kv = (
         q.new_empty(0, dtype=dtype) if g is None else g
@@ -155,65 +118,27 @@ def sparse_mla_backward(
     return gradients if window_kv is None else (*gradients, d_window_kv if need_d_window_kv else None)
 
 
-def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    (
-        q,
-        kv,
-        indices,
-        ctx.sm_scale,
-        ctx.d_v,
-        attn_sink,
-        topk_length,
-        q_positions,
-        ctx.q_start,
-        ctx.kv_stride,
-        k_start,
-        k_end,
-        ctx.indices_ascending,
-        ctx.share_keys,
-        window_kv,
-        ctx.window,
-        w_start,
-        w_end,
-        ctx.backend,
-    ) = inputs
-    out, max_logits, lse = output
-    masks = topk_length, q_positions, k_start, k_end, w_start, w_end
-    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, window_kv, *masks)
-    ctx.mark_non_differentiable(max_logits, lse)
+def _save_sparse_mla(given: Named, results: tuple[Tensor, Tensor, Tensor]) -> Named:
+    out, _, lse = results
+    return given | {"out": out, "lse": lse}
 
 
-def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
-    q, kv, indices, out, lse, attn_sink, window_kv, *masks = ctx.saved_tensors
-    topk_length, q_positions, k_start, k_end, w_start, w_end = masks
-    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch omits trailing defaults
+def _differentiate_sparse_mla(
+    given: Named, needed: set[str], d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor
+) -> NamedGradients:
     dq, dkv, d_sink, *of_window = sparse_mla_backward(
-        *(contiguous_rows(d_out), q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        q_positions=q_positions,
-        q_start=ctx.q_start,
-        kv_stride=ctx.kv_stride,
-        k_start=k_start,
-        k_end=k_end,
-        dkv_dtype=kv.dtype,
-        need_dq=0 in needed,
-        need_dkv=1 in needed,
-        indices_ascending=ctx.indices_ascending,
-        share_keys=ctx.share_keys,
-        window_kv=window_kv,
-        window=ctx.window,
-        w_start=w_start,
-        w_end=w_end,
-        need_d_window_kv=14 in needed,
-        backend=ctx.backend,
+        d_out=contiguous_rows(d_out),
+        dkv_dtype=given["kv"].dtype,
+        need_dq="q" in needed,
+        need_dkv="kv" in needed,
+        need_d_window_kv="window_kv" in needed,
+        **given,
     )
-    d_window_kv = of_window[0] if of_window else None
-    d_sink = d_sink if 5 in needed else None
-    return dq, dkv, None, None, None, d_sink, *(None,) * 8, d_window_kv, *(None,) * 4
+    d_sink = d_sink if "attn_sink" in needed else None
+    return {"q": dq, "kv": dkv, "attn_sink": d_sink, "window_kv": of_window[0] if of_window else None}
 
 
-differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla)
+differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla, constants=(1, 2))
 
 
 def sparse_mla(
@@ -271,7 +196,4 @@ def sparse_mla(
     Raises:
         ValueError: an argument has the wrong dtype, shape or device.
     """
-    return sparse_mla_forward(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
-        indices_ascending, share_keys, window_kv, window, w_start, w_end, backend,
-    )  # fmt: skip
+    return sparse_mla_forward(**locals())
