@@ -38,7 +38,7 @@ def make_call(operator: str) -> Any:
         if "attn_sink" in call.arguments:
             call.arguments["attn_sink"] = rng.standard_normal(64).astype(np.float32)
         if operator != "sparse_mla_forward":
-            known = inspect.signature(reference.sparse_mla_forward).parameters.keys() - {"out", "lse"}
+            known = inspect.signature(hopwell.sparse_mla_forward).parameters.keys() - {"out", "lse"}
             forward = {name: x for name, x in call.arguments.items() if name in known}
             out, _, lse = reference.sparse_mla_forward(**{"indices": None} | forward)
             call.arguments["lse"] = lse.astype(np.float32)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import calls
 import hopwell
@@ -21,6 +21,7 @@ import pytest
 import torch
 from calls import DTYPES, FLOAT8, as_torch, assert_results, results
 from hopwell import _hopwell, reference
+from hopwell.reference._visible import visible_keys
 from operators import OPERATOR_AND_DTYPE, OPERATORS
 
 every_call = pytest.mark.parametrize(("operator", "dtype"), OPERATOR_AND_DTYPE)
@@ -315,6 +316,12 @@ def test_gradients_are_refused_unless_they_are_off(rng: np.random.Generator) -> 
 def test_signature_is_that_of_the_reference(operator: str) -> None:
     def parameters(function: Any) -> tuple[dict[str, Any], list[str]]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name not in ("backend", "stream")]
+        if found[-1].kind is inspect.Parameter.VAR_KEYWORD:  # of visible_keys, and topk_length
+            *found, masks = found
+            defaults = inspect.signature(visible_keys).parameters
+            for name in get_args(masks.annotation)[0].__annotations__:
+                default = defaults[name].default if name in defaults else None
+                found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
         positional = [p.name for p in found if p.kind is not p.KEYWORD_ONLY]
         return {p.name: (p.kind, p.default) for p in found}, positional
 

@@ -1,17 +1,35 @@
 """The keys that a query may see: its key range, and a causal mask over keys that may represent several tokens."""
 
+from typing import TypedDict
+
 import numpy as np
 
 from ._arrays import Int64, Tensor, as_indices, require, require_shape
+
+
+class Visibility(TypedDict, total=False):
+    """The arguments of `visible_keys` that an operator has as its own."""
+
+    q_positions: Tensor | None
+    q_start: int | None
+    kv_stride: int
+    k_start: Tensor | None
+    k_end: Tensor | None
+
+
+class Masks(Visibility, total=False):
+    """Which entries of its row of indices a query attends: the first topk_length[s], and of these the visible keys."""
+
+    topk_length: Tensor | None
 
 
 def visible_keys(
     operator: str,
     s_q: int,
     s_kv: int,
-    q_positions: Tensor | None,
-    q_start: int | None,
-    kv_stride: int,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
 ) -> tuple[Int64, Int64]:

@@ -1,8 +1,11 @@
 """The attention of each selected key, summed over the heads."""
 
+from typing import Unpack
+
 import numpy as np
 
 from ._arrays import Array, Tensor, as_float64, deliver, require, require_shape
+from ._visible import Masks
 from .normalize_l1 import normalize_l1
 from .sparse_mla import _sink, select
 
@@ -14,16 +17,11 @@ def attention_distribution(
     lse: Tensor,
     sm_scale: float,
     *,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
     normalize: str = "none",
     indices_ascending: bool = False,
     attn_sink: Tensor | None = None,
     out: Array | None = None,
+    **masks: Unpack[Masks],
 ) -> Array:
     """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`; [s_q, s_kv] without them.
 
@@ -32,7 +30,7 @@ def attention_distribution(
     are 0. `normalize="l1"` divides each row by its sum; rows of zeros stay zero. `indices_ascending` has no effect.
     """
     name = "attention_distribution"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
+    selection = select(name, q, kv, indices, sm_scale, **masks)
     s_q, h_q, _ = selection.q.shape
     row_lse = as_float64(lse)
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))

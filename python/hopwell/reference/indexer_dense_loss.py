@@ -1,9 +1,11 @@
 """The indexer's loss over every visible key."""
 
+from typing import Unpack
+
 import numpy as np
 
 from ._arrays import Float64, Tensor, as_float64, log_softmax, require, require_shape
-from ._visible import visible_keys
+from ._visible import Visibility, visible_keys
 from .lightning_indexer import _checked, _gradient, _scores
 from .sparse_mla import _sink, select
 
@@ -17,11 +19,6 @@ def indexer_dense_loss(
     weights: Tensor,
     sm_scale: float,
     *,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
     row_weights: Tensor | None = None,
     relu: bool = True,
     d_loss: float | Tensor = 1.0,
@@ -29,6 +26,7 @@ def indexer_dense_loss(
     deterministic: bool = False,
     attn_sink: Tensor | None = None,
     normalize: str = "heads",
+    **visibility: Unpack[Visibility],
 ) -> tuple[np.float64, Float64, Float64, Float64]:
     """KL loss of the indexer against the attention of all heads to every visible key, and its gradients.
 
@@ -45,7 +43,7 @@ def indexer_dense_loss(
     h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]. Returns (loss, d_q_index, d_k_index, d_weights).
     """
     name = "indexer_dense_loss"
-    attention = select(name, q, kv, None, sm_scale, None, q_positions, q_start, kv_stride, k_start, k_end)
+    attention = select(name, q, kv, None, sm_scale, **visibility)
     s_q, h_q, _ = attention.q.shape
     row_lse = as_float64(lse)
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
@@ -55,7 +53,7 @@ def indexer_dense_loss(
     queries, keys, w = _checked(name, q_index, k_index, weights)
     require(len(queries) == s_q, name, "q_index", f"[{s_q}, h_index, d_index]", list(queries.shape))
     require(len(keys) == len(attention.kv), name, "k_index", f"[{len(attention.kv)}, d_index]", list(keys.shape))
-    first, last = visible_keys(name, s_q, len(keys), q_positions, q_start, kv_stride, k_start, k_end)
+    first, last = visible_keys(name, s_q, len(keys), **visibility)
     factor = float(np.asarray(d_loss).reshape(()))
     require(bool(np.isfinite(factor)) or hasattr(d_loss, "__dlpack__"), name, "d_loss", "finite", d_loss)
     of_row = np.ones(s_q) if row_weights is None else as_float64(row_weights)

@@ -1,10 +1,12 @@
 """The indexer of DeepSeek Sparse Attention."""
 
+from typing import Unpack
+
 import numpy as np
 import numpy.typing as npt
 
 from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_softmax, require, require_shape
-from ._visible import visible_keys
+from ._visible import Visibility, visible_keys
 
 
 def _checked(operator: str, q_index: Tensor, k_index: Tensor, weights: Tensor) -> tuple[Float64, Float64, Float64]:
@@ -40,12 +42,8 @@ def lightning_indexer(
     *,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
     relu: bool = True,
+    **visibility: Unpack[Visibility],
 ) -> tuple[npt.NDArray[np.int32], Float64]:
     """The topk visible keys of largest index score, in ascending order of key.
 
@@ -68,7 +66,7 @@ def lightning_indexer(
     of_key = np.ones(len(k)) if k_scale is None else as_float64(k_scale)
     require_shape(name, "q_scale", of_head, "[s_q, h_index]", w.shape)
     require_shape(name, "k_scale", of_key, "[s_kv]", (len(k),))
-    first, last = visible_keys(name, len(q), len(k), q_positions, q_start, kv_stride, k_start, k_end)
+    first, last = visible_keys(name, len(q), len(k), **visibility)
     with np.errstate(invalid="ignore"):
         w = w * of_head
 
@@ -134,7 +132,7 @@ def lightning_indexer_backward(
     given_name, given = ("target", target) if target is not None else ("d_scores", d_scores)
     wanted = as_float64(given)  # type: ignore[arg-type]  # one of them is there
     require_shape(name, given_name, wanted, "[s_q, topk]", keys_of.shape)
-    first, last = visible_keys(name, len(q), len(k), None, None, 1, k_start, k_end)
+    first, last = visible_keys(name, len(q), len(k), k_start=k_start, k_end=k_end)
     factor = float(np.asarray(d_loss).reshape(()))
     require(bool(np.isfinite(factor)) or hasattr(d_loss, "__dlpack__"), name, "d_loss", "finite", d_loss)
     of_row = np.ones(len(q)) if row_weights is None else as_float64(row_weights)

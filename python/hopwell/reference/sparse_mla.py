@@ -1,6 +1,7 @@
 """Sparse attention over one latent KV head, with or without window keys, forward and backward."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ._arrays import (
     require,
     require_shape,
 )
-from ._visible import visible_keys
+from ._visible import Masks, Visibility, visible_keys
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,8 @@ def select(
     kv: Tensor,
     indices: Tensor | None,
     sm_scale: float,
-    topk_length: Tensor | None,
-    q_positions: Tensor | None,
-    q_start: int | None,
-    kv_stride: int,
-    k_start: Tensor | None,
-    k_end: Tensor | None,
+    topk_length: Tensor | None = None,
+    **visibility: Unpack[Visibility],
 ) -> Selection:
     """Checks the inputs that all three operators share and finds the valid entries.
 
@@ -74,7 +71,7 @@ def select(
     require(keys.ndim == 2 and keys.shape[0] == s_q, operator, "indices", f"[{s_q}, 1, topk]", describe(keys))
     require(bool(np.isfinite(sm_scale)), operator, "sm_scale", "finite", sm_scale)
 
-    first, last = visible_keys(operator, s_q, len(latent), q_positions, q_start, kv_stride, k_start, k_end)
+    first, last = visible_keys(operator, s_q, len(latent), **visibility)
     valid = (keys >= first[:, None]) & (keys < last[:, None])
     if topk_length is not None:
         lengths = as_indices(operator, "topk_length", topk_length)
@@ -151,12 +148,6 @@ def sparse_mla_forward(
     d_v: int = 512,
     *,
     attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
     share_keys: bool = False,
     window_kv: Tensor | None = None,
     window: int | None = None,
@@ -165,6 +156,7 @@ def sparse_mla_forward(
     out: Array | None = None,
     max_logits: Array | None = None,
     lse: Array | None = None,
+    **masks: Unpack[Masks],
 ) -> tuple[Array, Array, Array]:
     """Attention of every query to the keys that `indices` names for it.
 
@@ -184,7 +176,7 @@ def sparse_mla_forward(
     a row whose scores are all −inf, since no kernel can tell the two apart. `share_keys` does not matter here.
     """
     name = "sparse_mla_forward"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
+    selection = select(name, q, kv, indices, sm_scale, **masks)
     s_q, h_q, d_qk = selection.q.shape
     require(1 <= d_v <= d_qk, name, "d_v", f"in 1..{d_qk} (d_qk)", d_v)
     sink = _sink(name, attn_sink, h_q)
@@ -233,12 +225,6 @@ def sparse_mla_backward(
     d_v: int = 512,
     *,
     attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    q_start: int | None = None,
-    kv_stride: int = 1,
-    k_start: Tensor | None = None,
-    k_end: Tensor | None = None,
     deterministic: bool = False,
     dkv_dtype: str = "float32",
     dq: Array | None = None,
@@ -256,6 +242,7 @@ def sparse_mla_backward(
     need_d_window_kv: bool = True,
     d_window_kv: Array | None = None,
     attn: Array | None = None,
+    **masks: Unpack[Masks],
 ) -> tuple[Array | Float64 | None, ...]:
     """Gradients of `sparse_mla_forward`, from its inputs, its `out` and `lse`, and d_out [s_q, h_q, d_v].
 
@@ -277,7 +264,7 @@ def sparse_mla_backward(
     nothing is rounded.
     """
     name = "sparse_mla_backward"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
+    selection = select(name, q, kv, indices, sm_scale, **masks)
     s_q, h_q, _ = selection.q.shape
     forward_out, forward_lse, gradient = _forward_results(name, selection, d_v, out, lse, d_out)
     sink = _sink(name, attn_sink, h_q)

@@ -11,7 +11,7 @@ from fuzz.bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, com
 from fuzz.call import WORK, FuzzedCall, fit, given
 from fuzz.draw import Maker, rows_of_indices
 from hopwell import reference
-from hopwell.reference._visible import visible_keys
+from hopwell.reference._visible import Visibility, visible_keys
 from hypothesis import strategies as st
 from torch_inputs import index_leaves, indexer_inputs, indexer_key_ranges
 
@@ -145,16 +145,8 @@ def _scores(
 
 def check_selection(a: dict[str, Any], backend: str, indices: Any, scores: Any) -> None:
     """What `lightning_indexer` returns where rounding may choose another key than the reference does."""
-    visible = visible_keys(
-        "lightning_indexer",
-        len(indices),
-        len(a["k_index"]),
-        a.get("q_positions"),
-        a.get("q_start"),
-        a.get("kv_stride", 1),
-        a.get("k_start"),
-        a.get("k_end"),
-    )
+    given = {name: a[name] for name in Visibility.__annotations__ if name in a}
+    visible = visible_keys("lightning_indexer", len(indices), len(a["k_index"]), **given)
     relu, cut = a.get("relu", True), is_cut(backend, a["q_index"].dtype.name)
     for s, (first, last) in enumerate(zip(*visible, strict=True)):
         seen = max(last - first, 0)

@@ -13,6 +13,7 @@ from fuzz.bounds import BOUNDS, EXP, LARGE, ROUNDING, SMALL, TINY, Expected, fin
 from fuzz.call import FuzzedCall, arguments_of, fit, given
 from fuzz.draw import Maker, integers_around, rows_of_indices
 from hopwell import reference
+from hopwell.reference._visible import Masks
 from hopwell.reference.sparse_mla import see_window, select
 from hypothesis import strategies as st
 from torch_inputs import sparse_inputs
@@ -226,9 +227,8 @@ class _Row:
 
 
 def rows_of(a: dict[str, Any], operator: str) -> Any:
-    names = ("q", "kv", "indices", "sm_scale", "topk_length", "q_positions", "q_start", "kv_stride", "k_start", "k_end")
-    given = {"kv_stride": 1} | a
-    selection = select(operator, *(given.get(name) for name in names))
+    masks = {name: a[name] for name in Masks.__annotations__ if name in a}
+    selection = select(operator, a["q"], a["kv"], a.get("indices"), a["sm_scale"], **masks)
     window = see_window(operator, selection, *(a.get(name) for name in ("window_kv", "window", "w_start", "w_end")))
     scale = abs(selection.sm_scale)
     for s in range(len(selection.q)):
