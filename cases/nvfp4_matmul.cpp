@@ -360,7 +360,7 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"n_40_cluster", {.n = 40, .rows = 2100, .k = 1088, .bias = true, .global_as = GlobalAs::kArray}},
       {"n_70_nan_scales",
        {.n = 70, .rows = 300, .k = 2080, .dtype = kFp16, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
-      {"non_finite_x_n_1200", {.n = 1200, .rows = 60, .k = 64, .x = X::kNonFinite}},
+      {"non_finite_x_n_1200", {.n = 1200, .rows = 60, .k = 640, .x = X::kNonFinite}},
       {"huge_x_n_33", {.n = 33, .rows = 60, .k = 128, .x = X::kHuge}},
       {"n_70", {.n = 70, .rows = 65, .k = 1104, .blocked = true, .bias = true}},
       {"n_300", {.n = 300, .rows = 40, .k = 64, .dtype = kFp16}},

@@ -404,6 +404,23 @@ TEST(Mbarrier, Ring) {
                 emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::race));
 }
 
+TEST(Mbarrier, CountsThatAreChanged) {
+  std::vector<uint32_t> out(128);
+  const auto kernel = [&] { ring(0, out.data()); };
+  const auto barriers = emu::launch(cta(64), test::options_for(0), kernel).barriers;
+  ASSERT_EQ(barriers.size(), 2U);
+  EXPECT_EQ(barriers[0].name, "ready");
+  EXPECT_EQ(barriers[1].name, "done");
+  for (const emu::BarrierArray& barrier : barriers) {
+    EXPECT_EQ(barrier.arrivals, 32U);
+    for (const int by : {-1, 0, 1}) {
+      emu::Options options = test::options_for(0);
+      options.change_count = {barrier, by};
+      EXPECT_EQ(emu::launch(cta(64), options, kernel).clean(), by == 0) << barrier.name << " " << by;
+    }
+  }
+}
+
 TEST(Mbarrier, Misuse) {
   expect_finding(
       cta(32),

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <hopwell/hopwell.hpp>
 #include <limits>
 #include <list>
@@ -52,40 +53,69 @@ cases::Report run_under_two(Session& session, uint64_t pair, Prepared& of_case, 
   return cases::run(of_case.c, of_case.instance, backend, [&] { choose(2 * pair + 1, 0); });
 }
 
-// A synchronisation call, and the cases that execute it, shortest first.
-struct Needed {
-  arch::emu::SynchronisationCall call;
+// A mutant leaves out a synchronisation call, or initialises barriers with one arrival more or fewer. `cases` execute
+// the place, shortest first.
+struct Mutant {
+  bool leaves_out;
+  std::string name;
+  arch::emu::CallSite where;
+  std::function<void(arch::emu::Options&)> change;
   std::vector<Prepared*> cases;
 };
 
-// All synchronisation calls that the cases execute.
-std::vector<Needed> calls_of(const Subject& subject, std::list<Prepared>& prepared) {
-  std::vector<Needed> calls;
+std::vector<Mutant> mutants_in(const arch::emu::Report& report) {
+  std::vector<Mutant> mutants;
+  for (const auto& counted : report.synchronisation) {
+    const auto& call = counted.call;
+    mutants.push_back({true,
+                       call.instruction + " at " + arch::emu::to_string(call.where) + " left out",
+                       call.where,
+                       [=](arch::emu::Options& options) { options.leave_out = call; },
+                       {}});
+  }
+  for (const auto& barriers : report.barriers) {
+    for (const int by : {1, -1}) {
+      if (int(barriers.arrivals) + by == 0) continue;
+      mutants.push_back({false,
+                         barriers.name + " at " + arch::emu::to_string(barriers.where) + " with " +
+                             std::to_string(int(barriers.arrivals) + by) + " arrivals",
+                         barriers.where,
+                         [=](arch::emu::Options& options) { options.change_count = {barriers, by}; },
+                         {}});
+    }
+  }
+  return mutants;
+}
+
+// The mutants of all places of the operator that the cases execute.
+std::vector<Mutant> mutants_of(const Subject& subject, std::list<Prepared>& prepared) {
+  std::vector<Mutant> mutants;
   std::map<const Prepared*, uint64_t> switches;
   for (Prepared& of_case : prepared) {
     Session session({});
     run_under_two(session, 0, of_case, subject.backend);
     switches[&of_case] = session.report.statistics.switches;
-    for (const auto& counted : session.report.synchronisation) {
-      const auto& call = counted.call;
-      if (std::string_view(call.where.file).find(subject.folder) == std::string_view::npos) continue;
-      auto known = std::find_if(calls.begin(), calls.end(), [&](const Needed& needed) { return needed.call == call; });
-      if (known == calls.end()) known = calls.insert(known, {call, {}});
+    for (Mutant& mutant : mutants_in(session.report)) {
+      if (mutant.where.file.find(subject.folder) == std::string::npos) continue;
+      auto known = std::find_if(mutants.begin(), mutants.end(), [&](const Mutant& one) {
+        return one.name == mutant.name && one.where == mutant.where;
+      });
+      if (known == mutants.end()) known = mutants.insert(known, std::move(mutant));
       known->cases.push_back(&of_case);
     }
   }
-  for (Needed& needed : calls)
-    std::stable_sort(needed.cases.begin(), needed.cases.end(),
-                     [&](const Prepared* a, const Prepared* b) { return switches[a] < switches[b]; });
-  return calls;
+  for (Mutant& mutant : mutants)
+    std::stable_sort(mutant.cases.begin(), mutant.cases.end(),
+                     [&](const Prepared* x, const Prepared* y) { return switches[x] < switches[y]; });
+  return mutants;
 }
 
-// Whether a case that executes this call fails or has a finding without it.
-bool noticed_without(const Subject& subject, const Needed& needed) {
+// Whether any of the cases fails or has a finding.
+bool is_noticed(const Subject& subject, const Mutant& mutant) {
   for (uint64_t pair = 0; pair < 3; ++pair) {
-    for (Prepared* of_case : needed.cases) {
+    for (Prepared* of_case : mutant.cases) {
       arch::emu::Options options;
-      options.leave_out = needed.call;
+      mutant.change(options);
       options.max_switches = 5'000'000;  // without a wait or an arrival, threads may poll for ever
       options.throw_findings = true;     // ends the launch at its first finding, which is enough to fail the case
       Session session(options);
@@ -105,8 +135,8 @@ class Operators : public testing::TestWithParam<Subject> {
 
 bool is_nightly() { return arch::test::schedules(1) > 1; }
 
-// `make test` runs the first case under one pair of schedules. RightOnDevicesOfAllSizes runs this pair for every case, and
-// `hopwell check` another pair; together they meet all three policies of asynchronous work.
+// `make test` runs the first case under one pair of schedules. RightOnDevicesOfAllSizes runs this pair for every case,
+// and `hopwell check` another pair; together they meet all three policies of asynchronous work.
 TEST_P(Operators, RightAndCleanUnderManySchedules) {
   const Subject& subject = GetParam();
   const uint64_t schedules =
@@ -160,15 +190,14 @@ TEST_P(Operators, RightOnDevicesOfAllSizes) {
 
 TEST_P(Operators, EverySynchronisationCallIsNeeded) {
   std::list<Prepared> prepared = prepare_cases(GetParam());
-  const auto calls = calls_of(GetParam(), prepared);
-  ASSERT_GE(calls.size(), GetParam().calls);
-  for (const Needed& needed : calls) {
-    const auto& call = needed.call;
-    if (arch::test::is_kept(call.where)) continue;
-    const std::string name = call.instruction + " at " + arch::emu::to_string(call.where);
-    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), needed); });
-    EXPECT_TRUE(mutant.noticed) << name << " can be left out unnoticed";
-    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", name.c_str(), mutant.how.c_str());
+  const std::vector<Mutant> mutants = mutants_of(GetParam(), prepared);
+  const auto calls = std::count_if(mutants.begin(), mutants.end(), [](const Mutant& one) { return one.leaves_out; });
+  ASSERT_GE(size_t(calls), GetParam().calls);
+  for (const Mutant& mutant : mutants) {
+    if (arch::test::is_kept(mutant.where)) continue;
+    const auto verdict = arch::test::in_child([&] { return is_noticed(GetParam(), mutant); });
+    EXPECT_TRUE(verdict.noticed) << mutant.name << ": unnoticed";
+    if (!verdict.how.empty()) std::printf("%s: noticed by %s\n", mutant.name.c_str(), verdict.how.c_str());
   }
 }
 

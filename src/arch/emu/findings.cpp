@@ -6,7 +6,8 @@
 
 #include "machine.hpp"
 
-// A debugger breaks here to stop at each new finding, in the thread that made it. The assembler statement keeps the calls.
+// A debugger breaks here to stop at each new finding, in the thread that made it. The assembler statement keeps the
+// calls.
 extern "C" __attribute__((noinline, used)) void hopwell_emulator_finding(const char* kind, const char* text) {
   asm volatile("" ::"r"(kind), "r"(text) : "memory");
 }
@@ -48,6 +49,16 @@ std::string Machine::place_in_cta(uint32_t address) const {
   const bool named = cta.names && !cta.several_structs && cta.names(cta.shared + kReservedBytes, offset, name);
   current = asking;
   return named ? name : format("+0x%x", offset);
+}
+
+const BarrierArray& Machine::barrier_array(uint32_t address, uint32_t arrivals) {
+  BarrierArray array{sites.resolve(current->site), "", arrivals};
+  for (const char c : place_in_cta(address)) {
+    if (c == ']' || array.name.empty() || array.name.back() != '[') array.name += c;  // without the digits after '['
+  }
+  if (array.name.front() == '+') array.name = "barriers";
+  const auto known = std::find(report.barriers.begin(), report.barriers.end(), array);
+  return known == report.barriers.end() ? report.barriers.emplace_back(std::move(array)) : *known;
 }
 
 void Machine::find(Kind kind, const std::string& text, const Epoch* other) {

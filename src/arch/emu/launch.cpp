@@ -253,6 +253,9 @@ void append(Report& all, Report&& one) {
     else
       same->calls += s.calls;
   }
+  for (BarrierArray& b : one.barriers)
+    if (std::find(all.barriers.begin(), all.barriers.end(), b) == all.barriers.end())
+      all.barriers.push_back(std::move(b));
   all.statistics.switches += one.statistics.switches;
   all.statistics.shared_accesses += one.statistics.shared_accesses;
   all.statistics.tensor_operations += one.statistics.tensor_operations;

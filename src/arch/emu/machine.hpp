@@ -310,7 +310,9 @@ class Machine {
   std::string describe(const Thread& t) const;                 // "CTA 1 thread 37"
   std::string describe(const Epoch& e);                        // "cp.async of CTA 0 thread 5 at file.cu:12"
   std::string place(uint32_t address) const;                   // "shared part[3] of CTA 1"
-  std::string place_in_cta(uint32_t address) const;            // "part[3]", or "+0x400" if that has no name
+  // The array of an mbarrier that the current thread initialises, which the report has from then on.
+  const BarrierArray& barrier_array(uint32_t address, uint32_t arrivals);
+  std::string place_in_cta(uint32_t address) const;  // "part[3]", or "+0x400" if that has no name
 
   // ---- scheduling (scheduler.cpp) ----
   void block(const char* what, uint32_t address = 0, int parity = -1);

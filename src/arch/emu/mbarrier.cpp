@@ -117,6 +117,9 @@ void mbarrier_init(uint32_t address, uint32_t count, const Site& site) {
   Machine& m = *machine;
   m.require_shared(address, 8, 8, "mbarrier.init");
   if (rank_of(address) != current->cta->rank) m.stop(Kind::barrier, "on another CTA's shared memory");
+  const BarrierArray& array = m.barrier_array(address, count);
+  if (m.options.change_count && m.options.change_count->barriers == array)
+    count += uint32_t(m.options.change_count->by);
   if (count == 0 || count >= 1u << 20) m.stop(Kind::barrier, format("count %u; must be 1 to 2^20 - 1", count));
   if (m.find_mbarrier(address))
     m.stop(Kind::barrier, "on the live mbarrier at " + m.place(address) + ": mbarrier.inval must come first");

@@ -46,6 +46,18 @@ struct SynchronisationCall {
   friend bool operator==(const SynchronisationCall&, const SynchronisationCall&) = default;
 };
 
+/// The mbarriers of one name that are initialised at a call site with an arrival count.
+struct BarrierArray {
+  CallSite where;
+  std::string name;  // as in findings, without numbers of elements: "ring.full[]"; "barriers" if they have no names
+  uint32_t arrivals = 0;
+  friend bool operator==(const BarrierArray&, const BarrierArray&) = default;
+};
+struct CountChange {
+  BarrierArray barriers;
+  int by = 0;
+};
+
 struct Options {
   uint64_t seed = 1;
   Async async = Async::random;
@@ -57,6 +69,7 @@ struct Options {
   Policy policy{};
   bool throw_findings = false;  // in a session: a launch ends at its first finding and throws CheckFailed
   std::optional<SynchronisationCall> leave_out{};  // mutation testing: skips this instruction at this place
+  std::optional<CountChange> change_count{};       // mutation testing: initialises these mbarriers with another count
 };
 
 }  // namespace hopwell::arch::emu

@@ -49,6 +49,7 @@ struct Statistics {
 struct Report {
   std::vector<Finding> findings;
   std::vector<SynchronisationCount> synchronisation;
+  std::vector<BarrierArray> barriers;  // for mutation testing
   Statistics statistics;
   bool clean() const { return findings.empty(); }
   bool has(Kind kind) const;

@@ -27,10 +27,10 @@ Plan plan_of(const Problem& problem) {
 
 namespace {
 
-// When sorted rows pay, by the load of memory: the time for which rows of random keys keep memory busy, of the time that
-// the kernel takes if all keys are in L2. Measured on an H200 with s_q 4,096 and topk 2,048; its 132 SMs take
+// When sorted rows pay. The load of memory is the time that memory needs for rows of random keys, divided by the
+// kernel's time if all keys are in L2. Measured on an H200 (132 SMs) with s_q 4,096 and topk 2,048:
 //
-//     heads       ns of an entry    load with 96 K, 128 K keys    setting
+//     heads       ns per entry      load with 96 K, 128 K keys    setting
 //     up to 64    0.13              1.30, 1.43                    sorted above a load of 1, throttled above 1.35
 //     more        0.215                                           sorted above a load of 1, never throttled
 //
@@ -52,8 +52,9 @@ double memory_load(const Problem& p) {
 // True if CTAs stay together well enough without throttling.
 bool stays_together(const Problem& p) { return p.h_q > kTileHeads || memory_load(p) <= kLoadOfThrottle; }
 
-// The emulator's own profile, which is no chip and knows no bandwidth, sorts two rows or more if the keys do not fit in
-// its L2. Rows that ascend are only copied if CTAs throttle: that needs rows with a known number of valid entries.
+// The emulator's own profile (capability 0) has no bandwidth: it sorts if there are two rows or more and the keys do
+// not fit in its L2. Rows that ascend already are sorted only if CTAs throttle, because throttling needs to know each
+// row's number of valid entries.
 bool orders_rows(const Problem& p) {
   if (p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
   if (p.device.capability == 0)
@@ -69,7 +70,7 @@ Ordering ordering_of(const Problem& p) {
   o.orders_rows = orders_rows(p);
   if (!o.orders_rows) return o;
   o.steps = static_cast<int>((p.topk + kTileKeys * kThrottleTiles - 1) / (kTileKeys * kThrottleTiles));
-  // The count of all steps must fit.
+  // The steps of all CTAs are counted in one int32.
   o.throttles = !stays_together(p) && p.device.concurrent_ctas && p.s_q * o.steps < std::int64_t{1} << 31;
   runtime::WorkspaceLayout layout;
   o.rows = layout.reserve(4 * p.s_q * p.topk), o.sources = layout.reserve(2 * p.s_q * p.topk);

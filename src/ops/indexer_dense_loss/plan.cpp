@@ -53,8 +53,8 @@ lightning_indexer_backward::PassProblem gradients_of(const Problem& p, const Pla
   return g;
 }
 
-// Calls run(first query, number of queries, whether it is the last pass) for each pass: at least once, because sums
-// over no queries are zeros.
+// Calls run(first query, number of queries, whether it is the last pass) for each pass: at least once, because without
+// queries the outputs must be zeros.
 template <class Run>
 void for_each_pass(const Problem& p, const Plan& plan, const Run& run) {
   const std::int64_t together = std::max<std::int64_t>(plan.queries_at_a_time, 1);
@@ -84,7 +84,8 @@ std::int64_t queries_at_a_time(const Problem& p) {
   // Size of the targets: on GPUs 128 MiB. On the CPU they should stay in the cache, and the emulator gains nothing from
   // fewer passes.
   const std::int64_t fitting = (is_host ? 1 << 16 : 1 << 25) / std::max<std::int64_t>(p.s_kv, 1);
-  // Kernels have one CTA per query, so a pass should be whole waves. The threads of a CPU split a pass too.
+  // attention_distribution has one query per SM at a time, so the queries of a pass should be a multiple of the SMs. On
+  // the CPU the threads share the queries of a pass.
   const std::int64_t round = is_host ? 16 : p.device.sms;
   const std::int64_t most = std::max<std::int64_t>(1, (fitting + round / 2) / round) * round;
   const std::int64_t passes = std::max<std::int64_t>(ceil_div(p.s_q, most), 1);  // of about equal length

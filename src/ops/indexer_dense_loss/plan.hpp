@@ -27,7 +27,7 @@ struct PassPlan {
 };
 struct Plan {
   std::int64_t queries_at_a_time = 0;
-  std::vector<PassPlan> passes;  // the first is for all passes but the last one, the last for that
+  std::vector<PassPlan> passes;  // the first is for every pass but the last, the second for the last
   // Offsets in bytes. The workspace begins with the targets, fp32 [queries at a time, s_kv].
   std::size_t losses = 0;     // fp64 [s_q]
   std::size_t gradients = 0;  // workspace of lightning_indexer_backward

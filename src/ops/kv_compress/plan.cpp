@@ -23,8 +23,8 @@ BackwardPlan make_plan(const BackwardProblem& p) {
   constexpr std::int64_t kMostPlaneBytes = std::int64_t{32} << 20;
   BackwardPlan plan;
   plan.shape = shape_of(p.blocks, p.d);
-  // A thread's sums of d_position_bias fit into shared memory if it has one batch of entries. Otherwise the threads of
-  // each row have a plane.
+  // If a thread has one batch of entries, its sums of d_position_bias are in shared memory, and a CTA writes one plane
+  // [ratio, w] of partial sums. Otherwise each row of a CTA has a plane of its own in the workspace.
   const std::int64_t planes = plan.shape.batches == 1 ? 1 : plan.shape.rows();
   const std::int64_t plane_bytes = static_cast<std::int64_t>(sizeof(float)) * p.blocks.ratio * p.w;
   const std::int64_t steps =

@@ -1,11 +1,13 @@
 // The part of kv_compress that its forward and backward share on GPUs: a window's softmax and its weighted sum.
 //
-// Tile      slab vectors x rows x groups of threads: a thread has 4 columns of a window, and up to 8 of its entries
+// Tile      slab vectors x rows x groups threads (terms: plan.hpp). A thread has 4 columns of a window, and up to 8 of
+//           its entries at a time
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
 //           groups > 1: the groups' results are combined in shared memory, in the order of the groups
 // Stages    entries are copied to shared memory asynchronously; each thread reads only its own copies, so copies
 //           need no barrier
-// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; 32 registers of gates, 32 of position_bias
+// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; registers: 32 of gates, in the
+//           backward up to 24 of position_bias
 // Bound     memory
 #pragma once
 
@@ -49,9 +51,9 @@ struct alignas(sizeof(T) * kColumns) Columns {
   }
 };
 
-// Template parameters of a kernel: the entries of a thread, and whether they are exact. If they are, the threads of a
-// group have exactly these entries, all rows are aligned, and a window with overlap has one group. Otherwise ratio and
-// overlap are read at run time, and a thread processes batches of entries.
+// Template parameters of a kernel. kExact: each group has exactly kEntries entries of a window, all rows are aligned,
+// and a window with overlap has one group. Otherwise ratio and overlap are read at run time, and a thread processes its
+// entries in batches.
 template <int kEntries, bool kOverlap, bool kExact>
 struct Form {
   static constexpr int entries = kEntries;
@@ -124,8 +126,8 @@ struct Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's entries, if they are the same in every window: of the first six, in registers. Registers do
-// not suffice for more, nor beside fp32 entries.
+// position_bias of a thread's first six entries, in registers, if a thread has the same entries of every window
+// (F::exact). More would not fit in registers. With fp32 kv none is kept.
 template <class T, class F, bool kKeep = true>
 struct Bias {
   static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 6) : 0;

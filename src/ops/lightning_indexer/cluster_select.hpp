@@ -7,9 +7,9 @@
 //           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
 //           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number
 //           of its selected keys │ barrier │ writes them.
-//           If the estimate is wrong: every warp counts and broadcasts the scores above three values between the bounds
-//           │ barrier │ the bounds move to a quarter of their distance │ … until exactly topk scores reach the lower
-//           bound, or only one value is left
+//           If the estimate fails, new bounds enclose all scores: every warp broadcasts how many of its scores reach
+//           each of three values between the bounds │ barrier │ the distance of the bounds becomes a quarter │ …
+//           until exactly topk scores reach the lower bound, or the bounds are adjacent
 // Order     counts are integers: same inputs, same bits
 // Budget    registers: 32 for scores, 128 in all (64 with 32 warps); shared 3 × 256 × 8 B, and 25 KiB for the estimate
 #pragma once
@@ -160,7 +160,8 @@ HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
-// Writes the selected keys. Lane i has the scores of keys first + 32 i … first + 32 i + 31 as bits, and writes these keys.
+// Writes the selected keys. Lane i has the scores of keys first + 32 i … first + 32 i + 31 as bits, and writes these
+// keys.
 template <class Row>
 HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const Row& row, const WarpScores& scores,
                                const SplitTies& threshold) {
@@ -186,7 +187,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const bool is_above = (above >> bit & 1) != 0;
     const int at = above_before + (equal_before < threshold.equal ? equal_before : threshold.equal);
     const bool taken = is_above || equal_before < threshold.equal;
-    if (taken && unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
+    if (taken &&
+        unsigned(at) < unsigned(p.topk)) {  // keeps the address inside the row when a test leaves out a barrier
       row.indices[at] = row.index(key);
       if (row.top_scores) row.top_scores[at] = score_of(sortable_key(row.scores[key]));
     }
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_clust
   arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
   const SplitTies threshold = find_threshold<kWarps>(p, s, row, scores);
   if (selects_absent(p, threshold.order)) {
-    arch::syncthreads();  // kept: orders reads of the estimate's counts; only a case of minutes reaches it
+    arch::syncthreads();  // kept: write_visible() reuses what find_buckets() reads; a case that shows it takes minutes
     return write_visible(p, s.guess.of_warp[0], row, {rank, size});
   }
   write_topk(p, s, row, scores, threshold);

@@ -13,14 +13,15 @@ constexpr std::int64_t kTileRows = 64;
 using tile::ceil_div;
 int to_int(std::int64_t x) { return static_cast<int>(x); }
 
-// `groups_per_slice`(key blocks, groups, tiles per group) chooses the length of a slice.
+// `groups_per_slice`(key blocks, groups, tiles per group) returns the groups of a slice. A CTA processes a slice.
 template <class Choose>
 ScorePlan plan_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta, std::int64_t padded_heads,
                      Choose groups_per_slice) {
   const std::int64_t queries_per_tile = kTileRows / padded_heads, tiles_per_query = ceil_div(p.h_index, kTileRows);
   const std::int64_t groups = ceil_div(queries, queries_per_tile), key_blocks = ceil_div(p.s_kv, keys_per_cta);
   const std::int64_t each = groups_per_slice(to_int(key_blocks), to_int(groups), to_int(tiles_per_query));
-  // CTAs whose keys no query sees take tiles of other keys. There should be at least one CTA per SM.
+  // With masks all CTAs share the visible keys (score_task.hpp), so the grid has a CTA per SM if there are enough
+  // groups.
   const std::int64_t slices =
       std::max(ceil_div(groups, each), masked(p) ? std::min(groups, ceil_div(p.device.sms, key_blocks)) : 0);
   return {{.padded_heads = to_int(padded_heads),

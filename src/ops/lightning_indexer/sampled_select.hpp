@@ -9,7 +9,7 @@
 //           count these in buckets, 11 bits at a time, until the selected keys are known │ merge their bits with the
 //           bits of the upper bound │ barrier │ list the keys of all these bits │ barrier │ write them and their scores
 // Exactness the bounds are an estimate, the counts are exact: if the threshold is not between the bounds, or more keys
-//           are than the list holds, the row is selected as in select.hpp
+//           are between them than the list holds, select.hpp's radix selection runs
 // Budget    registers: 64, 32 warps per SM; shared 25 KiB and 8 B per 32 keys. A row is read once; its sample and the
 //           listed keys are read again from L1 or L2
 // Order     counts are integers, and float sums affect only the estimate: same inputs, same bits
@@ -33,7 +33,7 @@ struct SampledSelectConfig {
   static constexpr int kUnroll = 16;       // loads of a lane in flight
   static constexpr int kLeastKeys = 1024;  // a shorter row has too small a sample
   static constexpr float kReach = 8;       // the buckets cover this many mean deviations on either side of the mean
-  static constexpr float kMargin = 4;      // bounds: this many standard deviations of a rank from its expectation
+  static constexpr float kMargin = 4;      // bounds: an expected rank and at most this × (1 + its deviation)
 };
 
 // Buckets of the samples: bucket 0 begins at `first`, each has width `width`. Scores outside go to the lowest or
@@ -71,7 +71,8 @@ struct SampledSelectStorage {
 // The fallback in select.hpp uses the same memory.
 static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledBucketBits));
 
-// Sampling rounds, each of kSamples parts of the row: enough for at least an eighth of the row, at most four.
+// Rounds of sampling: 1, 2 or 4, the fewest that sample at least 1/16 of the row, or else 4. In a round each thread
+// reads kSamples scores, from as many parts of the row.
 struct SampleRounds {
   int count, part;  // a multiple of kNeighbours
 };
@@ -300,7 +301,7 @@ HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const QueryRow& row
   return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
 }
 
-// Shift for buckets of kBucketBits bits of (sortable key − low), up to the bucket of `last`.
+// Right shift that maps (sortable key − low), from 0 to `last`, to at most 2^kBucketBits buckets.
 HOPWELL_DEVICE uint32_t bucket_shift(uint32_t last) {
   constexpr uint32_t kBits = SampledSelectConfig::kBucketBits;
   const uint32_t highest_bit = arch::bfind(last | 1);
@@ -313,8 +314,8 @@ struct SplitTies {
   int equal;
 };
 
-// Finds the position of the `wanted`-th of `count` scores. Their sortable keys are in s.orders, and the first buckets
-// of (sortable key − low) have been counted.
+// Finds the threshold that selects the `wanted` best of `count` scores. Their sortable keys are in s.orders. The caller
+// has counted the buckets (sortable key − low) >> shift.
 template <int kWarps>
 HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32_t shift, int count, int wanted) {
   const uint32_t counts = arch::shared_address(s.counts);
@@ -340,7 +341,7 @@ HOPWELL_DEVICE bool guessed_right(const Between& between, int topk) {
   return wanted > 0 && wanted <= between.count && between.count <= SampledSelectConfig::kListed;
 }
 
-// Sets the upper bit of listed key i if it is `selected`.
+// Sets the `above` bit of listed key i if it is `selected`.
 HOPWELL_DEVICE void mark_selected(const SampledSelectStorage& s, int i, bool selected) {
   const int key = s.keys[i];
   arch::red_add_shared(selected, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
@@ -359,7 +360,7 @@ HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ti
   }
 }
 
-// Marks the selected keys of the list in the upper bits.
+// Sets the `above` bits of the selected keys of the list.
 template <int kWarps>
 HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
@@ -407,7 +408,7 @@ HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const Row& row, 
   }
 }
 
-// Writes the keys of the upper bits, topk in total.
+// Writes the keys whose `above` bit is set, topk in total.
 template <int kWarps, class Row>
 HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const Row& row) {
   constexpr int kListed = SampledSelectConfig::kListed;

@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::lightning_indexer_backward {
 
-// Offsets in bytes. Those from fixed_d_k on are for deterministic sums.
+// Offsets in bytes. fixed_d_k, largest, count and of_all are for deterministic sums only.
 struct Workspace {
   std::size_t gradients = 0;  // fp32 [pass_queries, topk]: gradients of the scores
   std::size_t losses = 0;     // fp64 [s_q]

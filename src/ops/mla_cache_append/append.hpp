@@ -3,9 +3,10 @@
 // Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
 // Roles     all warps are alike. They fetch the CTA's rows to L2 and meanwhile look through the slots of all later rows
 //           of the call. Then a warp writes one row at a time
-// Row       a lane has four adjacent columns of 128, or 16 of 512. Neighbouring threads compute the amax of a group
-//           of codes together
-// Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for another
+// Row       a warp encodes 128 columns at a time, 4 adjacent ones a lane; rows of at least 256 codes, a multiple of 16,
+//           512 columns, 16 a lane. Neighbouring threads compute the amax of a group of codes together
+// Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
+//           another
 // Budget    14 KB of shared memory for slots and marks
 // Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2
 #pragma once
@@ -46,7 +47,7 @@ struct Params {
   int64_t n, rows_of_cta;
   int d, kv_columns;
   int rope_first, rope_columns;
-  int least_exponent, tile_bits;  // of a group of codes: log2
+  int least_exponent, tile_bits;  // of a power-of-two scale; log2 of the codes that share a scale
   bool pow2, interleaved, cos_sin_is_bf16;
   bool aligned;  // four columns of every row of kv and k_rope are 8-byte aligned
 };
@@ -70,7 +71,7 @@ HOPWELL_DEVICE int slot_of(const Params& p, int64_t row) {
   return slot >= 0 && slot < p.cache.slots() && has_position(p, row) ? int(slot) : -1;
 }
 
-// Fetches rows to L2. Only a hint: rows that are no multiple of a line are fetched but for their ends.
+// Fetches rows to L2. Only a hint: if a row does not begin at a 128-byte line, its last bytes may not be fetched.
 HOPWELL_DEVICE void prefetch_rows(const Params& p, int64_t first, int rows) {
   constexpr int kLine = 64;  // elements
   const int lines = (p.kv_columns + kLine - 1) / kLine;
@@ -96,8 +97,8 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
 }
 
-// Marks the CTA's rows that later rows replace. A lane has row `later`. It may have the slot of a row of the CTA if its bit of
-// `hits` is set. Not inline, because it is rare.
+// Marks the CTA's rows that later rows replace. Each lane passes its row `later`. If the lane's bit in
+// `hits` is set, that row may replace a row of the CTA. Not inline, because calls are rare.
 HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t first, int64_t later, int slot,
                                      uint32_t hits) {
   const int lane = arch::lane_index();
@@ -184,8 +185,8 @@ HOPWELL_DEVICE float rotated(const Params& p, const Row& row, int c, float x) {
   return arch::to_float(arch::to_bf16(is_second ? x * cosine + other * sine : x * cosine - other * sine));
 }
 
-// Four columns after their rotation. A column that is not rotated keeps its bits, a NaN too. Not inline: a warp executes
-// the kernel once, so each instruction on its way costs a miss of the instruction cache.
+// Four columns after their rotation. A column that is not rotated keeps its bits, a NaN too. Not inline: few calls
+// rotate, and code that a warp has to pass costs misses of the instruction cache.
 HOPWELL_NO_INLINE Pack rotated_pack(const Params& p, Row row, int c, Pack pack) {
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kColumns; ++i)
@@ -277,7 +278,8 @@ struct Codes {
       }
       return;
     }
-    // The exact quotient: times a power of two, or as corrected by its remainder (Markstein).
+    // The correctly rounded x / scale: x · reciprocal if the scale is a power of two, else corrected by the remainder
+    // (Markstein).
     const float reciprocal = 1 / scale;
     HOPWELL_UNROLL
     for (int n = 0; n < kPacks; ++n) {

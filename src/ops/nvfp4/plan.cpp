@@ -72,7 +72,7 @@ void set_round(Plan& plan, int round_tiles, bool is_last) {
 
 // Cost of a CTA, in stages of weights of a warp, measured on an H200:
 //
-//     a stage of weights, with the warps' stages rounded up     1
+//     a stage of weights, rounded up to one for each warp       1
 //     x of a stage, for every 8 columns                         3
 //     each phase after the first                                35
 //     a round                                                   20; with a cluster, 33 more for every 2 CTAs
@@ -125,7 +125,7 @@ Plan plan_few_columns(const ProblemShape& shape, const runtime::Device& device, 
   Plan best;
   for (const int cluster : {1, 2, 4}) {
     if (cluster > 1 && !device.has_clusters()) continue;
-    // Clusters of four cannot use all multiprocessors, so the driver counts them.
+    // Clusters of four cannot use all multiprocessors; the driver says how many run at the same time.
     int at_a_time = device.sms / cluster;
     if (cluster > 2) at_a_time = std::min(at_a_time, fit(cluster));
     for (const int warps : {kMaxWarps, kMaxWarps / 2}) {

@@ -37,8 +37,8 @@ bool aligned(const View& view, std::size_t dimensions) {
   return ok;
 }
 
-// True if 16-byte copies are impossible: the chunks of a page are not 16-byte aligned, or their offsets exceed 2^31
-// bytes.
+// True if 16-byte copies are impossible: rows are not 16-byte aligned, `block` elements are no multiple of 16 bytes, or
+// 16 slots or 32 groups span 2^30 bytes or more.
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
   const auto near = [&](const CacheStrides& at) {
@@ -64,15 +64,16 @@ bool can_join(const Problem& problem, int heads) {
          problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
-// Keys of a tile of kind mma. With two blocks and a split q, the partial results leave room for half as many.
+// Keys of a tile of kind mma. With two blocks of 8 query vectors and a q that is split into two parts, the partial
+// results leave room for half as many.
 int mma_keys(const Problem& problem, int blocks) {
   const int keys = problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16;
   return blocks > 1 && !exact_query(problem) ? keys / 2 : keys;
 }
 
-// Number of KV heads that the warps of a CTA read interleaved with mma tiles, a head a warp, so that lines that
-// neighbouring heads share are read at the same time. Returns the number with the fewest lines read twice. At most
-// kMaxInterleavedRows query vectors, because a CTA may publish all of them as a partial result.
+// With mma tiles, the warps of a CTA may read several adjacent KV heads at the same time, one head a warp, so that
+// 128-byte lines that heads share are read together. Returns the number of heads for which the fewest lines are read
+// twice. At most kMaxInterleavedRows query vectors, because a CTA may publish all of them as a partial result.
 int best_interleaved_heads(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
   // With two blocks and a split q it is slower if heads share half lines (d = 96, measured).
@@ -94,7 +95,8 @@ int best_interleaved_heads(const Problem& problem, int max_heads, int queries) {
   return best;
 }
 
-// Divides the heads into row blocks of at most `max_heads` KV heads, and a row block's tile between the lanes of a warp.
+// Divides the heads into row blocks of at most `max_heads` KV heads, and a row block's tile between the lanes of a
+// warp.
 void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
   const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
   Schedule& schedule = p.schedule;
@@ -216,7 +218,8 @@ Params params_of(const Problem& problem, int max_heads, int mma_blocks) {
   return p;
 }
 
-// Row blocks of a CTA if all row blocks are equally long; 0 if more than 1 CTA in 33 would then have no work.
+// Row blocks of a CTA if all row blocks are equally long. 0 if b > 64, or if the unused places exceed 1/32 of the row
+// blocks.
 int whole_blocks(const Params& p) {
   const std::int64_t ctas = p.schedule.ctas.value, row_blocks = std::int64_t{p.query.b} * p.schedule.row_blocks,
                      of_cta = (row_blocks + ctas - 1) / ctas;
@@ -256,8 +259,8 @@ int mma_blocks(const Problem& problem) {
 // are packed in a stage (tiles/key_major.hpp), and a lane has two to five vectors. Order of preference among the shapes
 // that hold a row:
 //
-//     whole lines         tiles with as many heads as they can join have whole lines of a key. A line that two row
-//                         blocks share is read twice; the times of an H100 followed the number of such lines
+//     whole lines         with the most heads that a tile can join, a key's data fill whole 128-byte lines. A line that
+//                         two row blocks share is read twice; the times of an H100 followed the number of such lines
 //     not five vectors    many vectors need many registers for the query, so fewer keys; fp32 has at most four
 //     least padding
 //

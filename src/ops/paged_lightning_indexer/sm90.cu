@@ -5,11 +5,11 @@
 //     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
 //     lightning_indexer_select              … for shorter rows
 //
-// The roles of warps: see lightning_indexer/sm90/score.hpp. In addition, the warp that copies q describes the items to all
-// other warps, and each of the three warps that load weights copies a third of an item's keys.
+// The roles of warps: see lightning_indexer/sm90/score.hpp. In addition, the warp that copies q describes the items to
+// all other warps, and each of the three warps that load weights copies a third of an item's keys.
 //
-// The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate outside of
-// the cache, for which the engine writes zeros and reads nothing.
+// The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate
+// outside of the cache, for which the engine writes zeros and reads nothing.
 #include "arch/sm90/bulk_copy.hpp"
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
@@ -78,7 +78,8 @@ HOPWELL_DEVICE Box box_of(const Sm90Item<T>& p, int first) {
   return {page.exists ? page.number : -1, page.row};
 }
 
-// Copies a box of keys and their scales to rows of a slot from `row` on. Returns the bit of KeyScales::absent for 8 rows.
+// Copies a box of keys and their scales to rows of a slot from `row` on. Returns the bit of KeyScales::absent for 8
+// rows.
 template <class T>
 HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, KeyScales& scales, int row,
                                  const Box& box) {
@@ -99,9 +100,9 @@ HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<
   return box.page >= 0 ? 0 : ((1U << launch.box_rows / 8) - 1) << row / 8;
 }
 
-// Copies a third of an item's key tiles. A warp looks up the pages of all boxes together, then lane 0 copies one box after
-// another. Each of the three producers of weights has keys of every item, so none waits for a slot that is two rounds of
-// the ring away.
+// Copies a third of an item's key tiles. A warp looks up the pages of all boxes together, then lane 0 copies one box
+// after another. Each of the three producers of weights has keys of every item, so none waits for a slot that is two
+// rounds of the ring away.
 template <class T>
 HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>& s, const PagedPart& part, int third) {
   using Config = indexer::ScoreConfig<T>;
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
   auto& s = arch::dynamic_smem<Sm90Storage<T>>();
   if (arch::thread_index() == 0) {
     s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
-    s.item_ring.init(1, Sm90Storage<T>::kWarps - 1);
+    s.item_ring.init(1, Sm90Storage<T>::kWarps - 1);  // kept: barriers of key tiles order the last reads too
     arch::fence_mbarrier_init();
   }
   if (first_item<Config::kKeys>(p.task, s.work).left == 0) return;

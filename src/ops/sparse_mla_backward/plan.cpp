@@ -27,11 +27,12 @@ DkvAccum dkv_accum_of(const Problem& p) {
   return output ? DkvAccum::output : DkvAccum::scratch;
 }
 
-// Of the rows of kv. Rows of window_kv count for little: at any time CTAs add to a few neighbours among them.
+// Bytes of dkv_accum for the rows of kv. Rows of window_kv are left out, because at any time CTAs add to few of them,
+// close together.
 std::int64_t sum_bytes(const Problem& p) { return p.s_kv * p.d_qk * 4; }
 
-// When a setting of plan_order pays: if dkv_accum exceeds `numerator / denominator` of L2, and if memory is busy for at
-// least `least` and less than `most` of the main kernel's time.
+// A setting of plan_order or plan_throttle pays if dkv_accum exceeds `numerator / denominator` of L2, and if memory is
+// busy for at least `least` and less than `most` of the main kernel's time.
 struct Rule {
   std::int64_t numerator, denominator;
   double least = 0, most = std::numeric_limits<double>::infinity();
@@ -46,20 +47,21 @@ struct Rule {
 //
 //     setting                 figures, before → after
 //     ascending, throttled    64 heads, 32 K, 64 K, 128 K keys: 12.2, 14.6, 16.0 → 9.1, 9.6, 12.0 ms (H200)
-//     kv_evict_first          64 heads, 128 K: 14.25 → 11.21 ms (H100), 9.39 → 9.18 to 9.29 ms (H200). CTAs then wait for
-//                             the last CTA instead of the average
-//     prefetch_dkv_accum      64 heads, 128 K: 11.4 → 9.5 ms, 32 K: 8 % slower (H200); 64 K: 10.36 → 8.81 ms (H100). The
-//                             pair adds half as often. Kernels without kv_evict_first lose if memory is busy anyway.
-//                             Neighbours with shared keys leave memory idle
+//     kv_evict_first          64 heads, 128 K: 14.25 → 11.21 ms (H100), 9.39 → 9.18 to 9.29 ms (H200). The
+//                             largest lead is 0 then: a CTA waits for the slowest of its wave
+//     prefetch_dkv_accum      64 heads, 128 K: 11.4 → 9.5 ms, 32 K: 8 % slower (H200); 64 K: 10.36 → 8.81 ms (H100).
+//                             The pair adds to a row half as often. Without kv_evict_first it is slower if memory is busy.
+//                             With share_keys memory is mostly idle
 constexpr Rule kAscending{2, 3};
 constexpr Rule kEvictsKeysFirst{2, 3, 0.55};
 constexpr Rule kPrefetches{2, 1, 0.4, 0.75}, kPrefetchesAndEvicts{2, 1, 0.3}, kPrefetchesForSharedKeys{10, 3};
 constexpr std::int64_t kLeastOrderedTopk = 256;
 constexpr std::int64_t kPartOfL2 = 8, kMostLead = 8;  // largest lead of a CTA: an eighth of L2, 1 to 8 steps
-constexpr double kNanosecondsOfKey = 110;  // of one query, where all is in L2: 104 for a pair, 118 for a CTA (H100)
+constexpr double kNanosecondsOfKey =
+    110;  // one key of one query, kv and dkv_accum in L2: pair 104, single CTA 118 (H100)
 
-// The part of a main kernel's time in which memory is busy. CTAs of a wave that run in step fetch each key's row of kv
-// and of dkv_accum once, and write the latter back. Queries select keys at random.
+// Estimated part of a main kernel's time in which memory is busy. It assumes that queries select keys at random, and
+// that the CTAs of a wave, in step, read each selected row of kv and dkv_accum once and write the latter back once.
 double memory_share(const Problem& p, int ctas) {
   const double s_kv = static_cast<double>(p.s_kv), topk = static_cast<double>(p.topk);
   const double keys = s_kv * (1 - std::exp(-p.device.sms / ctas * topk / s_kv));
@@ -68,8 +70,8 @@ double memory_share(const Problem& p, int ctas) {
   return p.device.memory_bytes_per_ns > 0 ? bytes / p.device.memory_bytes_per_ns / ns : 0;
 }
 
-// A plan for no chip, which is the emulator's own profile, takes every path that the call allows, so that the cases cover
-// it. A plan for a chip takes the paths that pay.
+// On the emulator's own profile (capability 0) a plan takes every path that the call allows, so that test cases cover
+// all paths. On a GPU it takes the paths that pay.
 bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 
 // The largest lead of a CTA, so that the rows of dkv_accum that CTAs add to stay in L2, and how misses are hidden.
@@ -89,7 +91,8 @@ void plan_throttle(Plan& plan, const Problem& p, const MainKernels& kernels, boo
 // The order in which CTAs go through keys, and the largest lead of a CTA.
 //
 //     deterministic   in order, always: dq of a query must not depend on the other queries, the outputs or the device
-//     otherwise       in order if the sums do not fit in L2 and many queries add to them
+//     otherwise       in order if dkv_accum exceeds 2/3 of L2, there is a query for each SM, topk is at least 256, and
+//                     the sort takes rows of this length or rows ascend already
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const bool pays =
       needs_dkv_accum(p) && kAscending.holds(p, 0) && p.s_q >= p.device.sms && p.topk >= kLeastOrderedTopk;
@@ -99,7 +102,7 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.ascending = p.s_q > 0 && (for_speed || for_bits);
   plan.orders_rows = plan.ascending && !p.indices_ascending;
   plan.order_clears_dkv_accum = plan.orders_rows && p.s_q >= p.device.sms;
-  // The count of all steps must fit.
+  // The steps of all CTAs are counted in one int32.
   const std::int64_t steps =
       p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(most_entries(p), kernels.keys);
   plan.throttles = plan.ascending && pays && p.device.concurrent_ctas && steps < kLimit;
@@ -157,8 +160,8 @@ void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
 }
 
 // Without indices all queries add to the same rows of dkv_accum, in the same order, and neighbours have nearly the same
-// window keys as well. Additions to one row wait for each other, so neighbouring clusters take far queries. With indices
-// that is slower, because CTAs in step find each other's rows in L2.
+// window keys as well. Additions to one row wait for each other, so neighbouring clusters process distant
+// queries. With indices that is slower, because CTAs in step find each other's rows in L2.
 //
 //     count                   1, 8, 16, 24, 33, 44, 66, 132 (H200, windows of 128, ratio 128)
 //     64 heads, 32 K tokens   14.7, 9.8, 9.4, 8.9, 9.1, 9.0, 9.9, 13.8 ms

@@ -14,8 +14,8 @@ namespace hopwell::ops::sparse_mla_forward {
 struct Plan {
   int tile_heads;       // 16 or 32: all heads of a query, kernel for few heads; 64: kernel for many
   int head_tiles;       // head tiles per query
-  int queries_at_once;  // per CTA. The kernel for few heads: two if s_q > SMs. Else one, because then no CTA has a
-                        // further query whose Q would need space
+  int queries_at_once;  // per CTA: 2 in the kernel for few heads if s_q > SMs, otherwise 1. With s_q <= SMs no CTA has
+                        // a second query
   std::uint32_t work_tiles, ctas;
   QueryGroups groups;  // processed by the kernel for many heads; this plan has the ungrouped queries
   MergedRowsPlace merged_rows;

@@ -22,17 +22,24 @@ HOPWELL_DEVICE void arrive_warp(arch::mbarrier& barrier, uint32_t count, arch::S
   if (arch::lane_index() == 0) arch::mbarrier_arrive(barrier, count, site);
 }
 
+/// The arrival count of barriers. It keeps the place of the call for the emulator.
+struct Arrivals {
+  HOPWELL_DEVICE Arrivals(uint32_t arrivals, arch::Site call = arch::Site::current()) : count(arrivals), site(call) {}
+  uint32_t count;
+  [[no_unique_address]] arch::Site site;
+};
+
 /// Initialises barriers, or arrays of them, with `arrivals` arrivals. Executed by one thread, before a barrier of the
 /// CTA.
-HOPWELL_DEVICE void init_barriers(uint32_t arrivals, arch::mbarrier& barrier) {
-  arch::mbarrier_init(barrier, arrivals);
+HOPWELL_DEVICE void init_barriers(Arrivals arrivals, arch::mbarrier& barrier) {
+  arch::mbarrier_init(barrier, arrivals.count, arrivals.site);
 }
 template <int kCount>
-HOPWELL_DEVICE void init_barriers(uint32_t arrivals, arch::mbarrier (&barriers)[kCount]) {
-  for (arch::mbarrier& barrier : barriers) arch::mbarrier_init(barrier, arrivals);
+HOPWELL_DEVICE void init_barriers(Arrivals arrivals, arch::mbarrier (&barriers)[kCount]) {
+  for (arch::mbarrier& barrier : barriers) init_barriers(arrivals, barrier);
 }
 template <class... Barriers>
-HOPWELL_DEVICE void init_barriers(uint32_t arrivals, Barriers&... barriers) {
+HOPWELL_DEVICE void init_barriers(Arrivals arrivals, Barriers&... barriers) {
   (init_barriers(arrivals, barriers), ...);
 }
 
@@ -55,13 +62,14 @@ struct RingBarriers {
   /// Executed by one thread, before a barrier of the CTA. A part is full after `full_arrivals` arrivals and their
   /// announced bytes. It is empty after `readers` warps have released it. The first part may need more arrivals to be
   /// full.
-  HOPWELL_DEVICE void init(uint32_t full_arrivals, uint32_t readers, uint32_t more_for_first_part = 0) {
+  HOPWELL_DEVICE void init(uint32_t full_arrivals, uint32_t readers, uint32_t more_for_first_part = 0,
+                           arch::Site site = arch::Site::current()) {
     constexpr int kParts = kFullParts > kEmptyParts ? kFullParts : kEmptyParts;
     for (int i = 0; i < kStages * kParts; ++i) {
       const int stage = i / kParts, part = i % kParts;
       if (part < kFullParts)
-        arch::mbarrier_init(part_of(full[stage], part), full_arrivals + (part == 0 ? more_for_first_part : 0));
-      if (part < kEmptyParts) arch::mbarrier_init(part_of(empty[stage], part), readers);
+        arch::mbarrier_init(part_of(full[stage], part), full_arrivals + (part == 0 ? more_for_first_part : 0), site);
+      if (part < kEmptyParts) arch::mbarrier_init(part_of(empty[stage], part), readers, site);
     }
   }
 };

@@ -232,7 +232,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
     load_lse(p, query, kHeadsAtATime * pass + kTileHeads * head_tile, lse);
     uint32_t q[kDqk / 16][4];
     load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
-    if (kAlternate && (item & 1) == group) {  // the order follows the items
+    if (kAlternate && (item & 1) == group) {  // it would be this warpgroup's turn: pass it on
       arch::barrier_sync(kOrderBarrier + group, 256);
       arch::barrier_arrive(kOrderBarrier + (group ^ 1), 256);
     }

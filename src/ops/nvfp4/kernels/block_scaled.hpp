@@ -9,9 +9,9 @@
 //           weights and their sums, the codes of its 128 columns of x, and the scales of all columns
 // Bound     up to 128 columns: memory. A step has 18,432 B of weights and scales, which take 690 cycles at a
 //           multiprocessor's part of 7.2 TB/s. Its four products take 136 (8 columns) to 256 cycles (128 columns).
-//           Pair: copies from L2, 32,768 B of codes a step and CTA, 655 cycles at 50 B each; products take 512
-// Roles     warps 0-3   scales     a thread loads a row of weights' scales, and words of four scales of x, kPrefetchDistance steps
-//                                  ahead into registers. It stores them in the order that tcgen05.cp reads
+//           Pair: copies from L2, 32,768 B of codes a step and CTA, 655 cycles at 50 B per cycle; products take 512
+// Roles     warps 0-3   scales     a thread loads the scales of one row of weights, and words of four scales of x, into
+//                                  registers, kPrefetchDistance steps ahead. It stores them as tcgen05.cp reads them
 //                       epilogue   the same warps, after the last product
 //           warp 4      producer   boxes of codes, by TMA
 //           warp 5      mma        for every 64 of K: copies of scales to tensor memory, one product
@@ -19,11 +19,12 @@
 //           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …    (pair: also waits for codes)
 //           mma      │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
 //           epilogue │ one rank: tensor memory → y
-//                    │ several: barrier │ chunks of 8 columns to their ranks, over the codes │ barrier │ add rank by rank → y
+//                    │ several: cluster barrier │ send the sums of 8 columns each to a rank, where codes were │ cluster
+//                    │ barrier │ add in the order of ranks → y
 // Budget    shared, a stage: 16,384 + 2,048 of weights, 128 a column of x, 2,048 for every 128 columns:
 //           8 columns 5 stages 107,520, 32 columns 4 × 24,576 (two CTAs a multiprocessor); 128 columns 6 × 36,864 =
-//           221,184, pair 5 × 38,912 = 194,560 (one). Tensor memory: a column for each of D, scales 16 + 16 for every
-//           128: 64, 64, 256, 512
+//           221,184, pair 5 × 38,912 = 194,560 (one). Tensor memory, in columns: D one for each column of x (16
+//           at least), scales of weights 16, of x 16 for every 128 columns; allocated 64, 64, 256, pair 512
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -255,7 +256,8 @@ HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStor
       slot.wait_empty();
       store_step(s, slot.stage(), ahead[i]);
       const bool negative = any_negative(ahead[i]);
-      // The mma warp of a pair cannot wait for the other CTA's codes, so these threads wait for codes before they arrive.
+      // The mma warp of a pair cannot wait for the other CTA's codes, so these threads wait for codes before they
+      // arrive.
       if (Config::kCtaGroup == 2 || negative) arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
       if (negative) apply_signs(s, slot.stage(), ahead[i], work.half);
       arch::fence_proxy_async();

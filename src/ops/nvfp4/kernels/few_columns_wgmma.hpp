@@ -239,7 +239,8 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
   const bool multiplies = split < p.splits && warp < Config::kWarps, has_tile = multiplies && tile < work.tiles;
 
   if (p.cluster > 1) arch::cluster_arrive_relaxed();
-  if (arch::thread_index() == 0) barriers.init(1, uint32_t(4 * p.row_groups));
+  if (arch::thread_index() == 0)
+    barriers.init(1, uint32_t(4 * p.row_groups));  // kept: a read of wgmma is released by any warp of its warpgroup
   tile::launch_dependents();
   XRing ring(p, work.slice, rings + warp * Config::kRingBytes, work.first + tile, has_tile, split, p.splits);
   if (multiplies) ring.prefetch_l2();  // more prefetches would delay x

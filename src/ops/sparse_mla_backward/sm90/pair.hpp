@@ -14,11 +14,12 @@
 // Timeline  0   add R │ S ▓▓ │ + theirs, P │ dP ▓▓ │ + theirs, dS │ dQ own ▓▓ theirs ▓▓ │ keys, dKV R ▓▓ │ add R …
 //           1   S ▓▓ │ send │ dP ▓▓ │ send │······················│ dQ own ▓▓ theirs ▓▓ │ keys           │ S ▓▓ …
 //           2   … dKV of the step before ▓▓ add ▓▓ add ▓▓ add │···················│ dKV 0 ▓▓ add 1 ▓▓ add …
+//           R: the RoPE columns of dKV; theirs: the peer's partial sum
 // Exchange  over DSMEM: partial S and dP from warpgroup 1 to the peer's warpgroup 0; P and dS back: pair_messages.hpp
 // Overlap   the own P(n + 1) is computed while warpgroup 2 adds the results of P and dS(n). For this, warpgroup 2 loads
-//           the own P as fragments at once; p[0] holds first the outgoing partial S, then the next P; and P and dS go
-//           to the peer when it has a free buffer for them. The partial dP finds no free tile and mostly uses st.async:
-//           it is not urgent.
+//           the own P into registers first. p[0] then stages half of the outgoing partial S, and later holds the next
+//           P. P and dS are sent when the peer's buffer is free. No tile is free to stage the partial dP, so most of it
+//           is sent by st.async: it is not urgent.
 // Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, `receive_buffer`
 //           16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
@@ -51,7 +52,8 @@ HOPWELL_DEVICE PairWork pair_work_of(const P& p) {
 
 // ---- keys
 
-// prefetch_dkv_accum: prefetches this CTA's columns of dkv_accum for this half's keys to L2, 128 bytes per thread.
+// prefetch_dkv_accum: prefetches this half of the CTA's columns of dkv_accum for all 64 keys to L2. A thread prefetches
+// one line of 128 bytes of each of its four keys.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint32_t rank, int t) {
   const int chunk = t & 7;
@@ -185,7 +187,7 @@ HOPWELL_DEVICE void compute_own_ds(const Params& p, PairStorage& s, int step, Ds
   send_rows(s, s.ds, peer, t);
 }
 
-// Warpgroup 1, the same for the peer's tile.
+// Warpgroup 1: multiplies this CTA's partial S and dP of the peer's tile, and sends them to the peer.
 template <int kDqk>
 HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   float acc[32];
@@ -197,9 +199,10 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   arch::wgmma_wait<0>(acc);
   if (step > 0) arch::barrier_sync(kPairOwnPRead, 256);
   arch::barrier_arrive(kPairPeerFirst, 256);
-  if (t == 0 && step > 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, peer));  // no dQ reads ds[1]
-  arch::syncwarp();                                  // kept: a lane has diverged
-  arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);  // for warpgroup 0 too
+  if (t == 0 && step > 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, peer));  // dQ has read ds[1]
+  arch::syncwarp();  // kept: a lane has diverged
+  arch::mbarrier_wait(s.pds_taken,
+                      (step & 1) ^ 1);  // the peer has p[0] and ds[0]; warpgroup 0 learns it at kPairStaged
   send_partial<PairConfig::kStagedInTile>(acc, s, 1, peer, t);
   arch::barrier_arrive(kPairStaged, 256);
   arch::wgmma_fence();
@@ -312,9 +315,9 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
     if (throttled) throttle_step<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
     if (step + 2 == steps) prefetch_next_tile<kDqk, 2>(p, Config::kHeads * int(rank), t);
     arch::syncwarp();                           // kept: throttle_step branches
-    arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only after the own are full
+    arch::mbarrier_wait(s.pds_full, step & 1);  // own P and dS are full too: warpgroup 1 arrives after that
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);
-    uint32_t own[4][4], own_ds[2][4];  // of 32 heads; half of dS does not spill
+    uint32_t own[4][4], own_ds[2][4];  // P of 64 heads; dS of 32, because more would spill
     load_transposed(own, s.p[0], t);
     load_transposed(own_ds, s.ds[0], t);
     if (!last) arch::barrier_arrive(kPairOwnPRead, 256);
@@ -380,7 +383,8 @@ HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
     arch::mbarrier_init(s.partial_free, 4);
     arch::mbarrier_init(s.pds_full, 1);
     arch::mbarrier_init(s.staged_taken, 1);
-    arch::mbarrier_init(s.pds_free, 5);  // four warps that add, and a lane that multiplies
+    // Four warps that add, and a lane that multiplies.
+    arch::mbarrier_init(s.pds_free, 5);  // kept: a read of wgmma is released by any warp of its warpgroup
     arch::mbarrier_init(s.pds_taken, 1);
     arch::fence_mbarrier_init();  // kept: PTX requires it if bulk copies of another CTA complete on them
   }

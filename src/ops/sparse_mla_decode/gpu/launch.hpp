@@ -1,9 +1,10 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
 // A CTA of the split kernel has one split of one query and a tile of its heads; the CTAs of a split's head tiles are
-// adjacent, so that they share its rows in L2. A CTA without a valid entry ends at once: idle queries cost little, and
-// one long row is spread over the GPU. If a query has several splits, the merge kernel follows. Partial results are
-// stored for a limited number of queries at a time, so that the workspace does not grow with b.
+// adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics, so that a query
+// without entries costs little, and one long row is spread over the GPU. If a query has several splits, the merge
+// kernel follows. Partial results are stored for a limited number of queries at a time, so that the workspace does not
+// grow with b.
 #pragma once
 
 #include <algorithm>

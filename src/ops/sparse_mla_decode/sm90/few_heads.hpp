@@ -1,23 +1,24 @@
-// sparse_mla_decode for Hopper, tiles of 8 or 16 heads: attention of one split of a query's keys, for rows of every format.
+// sparse_mla_decode for Hopper, tiles of 8 or 16 heads: attention of one split of a query's keys, for rows of every
+// format.
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 64 rows of a product, heads its columns
 //     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 8 or 16 heads, one split of its entries; 64 keys at a time
 // Roles     warpgroup 0  consumer  S, the softmax, and O += P V for all columns
-//           warpgroup 1  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores them to
-//                                  panels for wgmma: see producer.hpp
-// Timeline  producer  0 left ▒▒▒▒│0 right ▒▒▒▒│ loads 1 on their way                │1 left ▒▒▒▒│1 right ▒▒▒▒│
+//           warpgroup 1  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores
+//                                  them to panels for wgmma: see producer.hpp
+// Timeline  producer  0 left ▒▒▒▒│0 right ▒▒▒▒│ loads 1 in flight                   │1 left ▒▒▒▒│1 right ▒▒▒▒│
 //           consumer  ···········│S 0 ▓▓▓▓▓▓▓▓│exp ░░│O += P V left ▓▓▓│right ▓▓▓▓▓▓│·····│S 1 ▓▓▓▓▓▓▓▓│exp ░░│ …
 //           An SM has two CTAs: one decodes while the other multiplies
 // Panels    A tile becomes full in two parts and is released in groups of panels: see key_tiles.hpp
-// Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through shared
-//           memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
+// Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
+//           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
 // Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 2,048 + ~1,900 = 98 KB: two CTAs an SM
-//           registers: consumer O 64 + S 8 + ~40 (112); producer 66 for codes on their way + ~70 (144)
-// Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory and L1 about 50: 20 for the products, 9 for
-//           decoded rows, 6 for lines of loads, the rest for RoPE, lists and statistics. Measured with two CTAs: 90. A tile
-//           takes 3 µs from its first load to its last product, and a split of 256 keys has four
+//           registers: consumer O 64 + S 8 + ~40 (112); producer 66 for codes in flight + ~70 (144)
+// Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory and L1 about 50: 20 for the products,
+//           9 for decoded rows, 6 for cache lines of loads, the rest for RoPE, lists and statistics. Measured with two
+//           CTAs: 90. A tile takes 3 µs from its first load to its last product, and a split of 256 keys has four
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -44,7 +45,7 @@ struct Storage {
   alignas(1024) unsigned char p[Config::kBytesOfHeads];  // [head][key]
   KeyTiles<Config> tiles;
   float maxima[4][Config::kHeads];   // of a tile, for each warp
-  float sums[4][Config::kHeads][4];  // of a tile's probabilities, for each warp: of keys 8 j + 2 c + b with one c
+  float sums[4][Config::kHeads][4];  // [warp][head][c]: sum over keys with key mod 8 = 2 c or 2 c + 1
   float row_scale[Config::kHeads];   // of O before a tile
   float row_max[Config::kHeads];     // at the end
   float factor[Config::kHeads];      // of O at the end
@@ -92,8 +93,8 @@ struct Softmax {
     HOPWELL_UNROLL
     for (float& m : row_max) m = -INFINITY;
   }
-  // Converts the scores of a tile to probabilities and stores them, with the sums of the tile and row_scale, which it also
-  // returns in `scale`. Its second barrier is the caller's.
+  // Converts a tile's scores to probabilities. Stores them, their sums and row_scale, and returns row_scale in `scale`.
+  // The caller executes a barrier before a thread reads these.
   HOPWELL_DEVICE void operator()(Storage<Config>& s, float scale_log2, int valid_keys,
                                  float (&scores)[Config::kHeads / 2], float (&scale)[kHeads]) {
     const int warp = arch::warp_index() % 4, lane = arch::lane_index();
@@ -144,8 +145,8 @@ struct Softmax {
   }
 };
 
-// The sums of a head's probabilities over keys 8 j + 2 c + b with one c: of every second tile each. Thread 4 · head + c of
-// the consumer has them.
+// Thread 4 · head + c of the consumer sums a head's probabilities over the keys with key mod 8 = 2 c or 2 c + 1, even
+// and odd tiles separately.
 template <class Config>
 struct HeadSums {
   float present = 0, other = 0;
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 #endif
 }
 
-// ---- on the host ------------------------------------------------------------------------------------------------------
+// ---- on the host ----------------------------------------------------------------------------------------------------
 
 template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads) {

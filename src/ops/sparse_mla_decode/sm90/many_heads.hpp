@@ -11,22 +11,23 @@
 //           high        ▓ P 0 V│·················│O += P 1 V ▓▓▓▓│······················│O += P 2 V ▓▓▓▓│
 //           producer 2  tile 2 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 4 left ▒▒▒▒│loads│right ▒▒▒▒│
 //           producer 3              tile 3 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 5 left ▒▒▒▒│loads│right ▒▒▒▒│
-// Panels    A tile becomes full in two parts, and S follows. It is released in groups of panels: see key_tiles.hpp
-// Codes     bf16(code · scale) by a shift and one product of bf16, which is exact for scales that are bf16 numbers from
-//           2^-124 to 2^7. A lane that meets another scale or a NaN code reads its part of the tile again and computes
-//           in fp32, as the operator defines the value.
-// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8: tile/gpu/softmax.hpp. Sums of even and
-//           of odd tiles are added separately. So sparse_mla_forward has the same bits if it has the same keys in the
-//           same tiles.
+// Panels    A tile becomes full in two parts; S of a part is multiplied as soon as that part is full. A tile is
+//           released in groups of panels: see key_tiles.hpp
+// Codes     bf16(code · scale) by a shift and one product of bf16. It is correctly rounded if the scale is 0 or a bf16
+//           number from 2^-124 to below 2^8. If a warp meets another scale, or a lane a NaN code, the warp or lane
+//           reads its codes again and computes in fp32, as the operator defines the value.
+// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8: tile/gpu/softmax.hpp. Sums of even
+//           and of odd tiles are added separately. So sparse_mla_forward has the same bits if it has the same keys in
+//           the same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~800, with gaps
 //           232,448 B, all that a CTA can have
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); producers 32 to 40
-//           for codes on their way + ~40 (80)
-// Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded rows,
-//           6 for lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 95. L1 is
-//           busy for 54 of the 95; the rest are latencies of dependent steps
+//           for codes in flight + ~40 (80)
+// Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded
+//           rows, 6 for cache lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured:
+//           95. L1 is busy for 54 of the 95; the rest are latencies of dependent steps
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -91,8 +92,8 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   arch::wgmma_wait<0>(scores);
 }
 
-// Softmax state of a thread's two rows (heads): row_max in units of log 2, and the sums over the thread's own columns of
-// this tile's and of the other tiles, every second one each.
+// Softmax state of a thread's two rows (heads): row_max in units of log 2, and two sums over the thread's columns.
+// `sum` is of the tiles with the parity of the present tile, `other_sum` of the others.
 struct SoftmaxState {
   float row_max[2], sum[2], other_sum[2];
 
@@ -172,7 +173,7 @@ HOPWELL_DEVICE int row_of_thread(int r) {
   return arch::thread_index() % 128 / 32 * 16 + arch::lane_index() / 4 + 8 * r;
 }
 
-// Stores this warpgroup's columns from first_column on: of a partial result, or with `factor` of the final one.
+// Stores this warpgroup's columns from first_column on: of a partial result, or, times `factor`, of the final result.
 template <class Config>
 HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
   const Work work(p, Config::kHeads);
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
-// ---- on the host ------------------------------------------------------------------------------------------------------
+// ---- on the host ----------------------------------------------------------------------------------------------------
 
 template <class RowsOfFormat>
 SplitKernel many_heads_kernel() {

@@ -1,12 +1,13 @@
 // The kernels of sparse_mla_decode for Hopper: the producers, which fill tiles with rows of bf16 (key_tiles.hpp).
 //
-// Codes go from global memory to registers, are decoded and stored to panels. A load of a warp reads 256 codes of two
-// rows, so that it touches few lines of the cache. A lane has 16 codes of every second row of its warp, in panel lane / 8
-// of a part: chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight neighbouring threads store to eight different chunks of two
-// rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of codes, go to the panels by cp.async.
+// Codes go from global memory to registers, are decoded and stored to panels. A load of a warp reads 256 codes of each
+// of two rows, so that it touches few lines of the cache. A lane has 16 codes of every second row of its warp, in panel
+// lane / 8 of a part: chunks 2 · (lane % 4) and 2 · (lane % 4) + 1. Eight neighbouring threads store to eight different
+// chunks of two rows: no bank conflicts. Rows of bf16, and the bf16 part of rows of codes, go to the panels by
+// cp.async.
 //
-// Codes of a part are loaded in one burst. No load stands between codes that are decoded, because ptxas gives loads that
-// are issued together one scoreboard, so each use of a loaded register waits for every load before it.
+// Codes of a part are loaded in one burst. No load stands between codes that are decoded, because ptxas gives loads
+// that are issued together one scoreboard, so each use of a loaded register waits for every load before it.
 //
 //     registers for one part    left of tile ▒▒▒│next list, loads of right ··│right ▒▒▒│loads of left ··│
 //     for both parts            left of tile ▒▒▒│next list, loads of left    │right ▒▒▒│loads of right  │
@@ -29,7 +30,8 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // ---- which rows -----------------------------------------------------------------------------------------------------
 
-// A producer's place among the producers. Values that depend on it are computed where they are needed, to save registers.
+// A producer's place among the producers. Values that depend on it are computed where they are needed, to save
+// registers.
 struct Producer {
   static HOPWELL_DEVICE uint32_t index() {
     auto index = uint32_t(arch::thread_index());
@@ -43,18 +45,20 @@ struct Producer {
   }
 };
 
-// Row of a list with which a warpgroup's tile begins. With one warpgroup a list has up to two tiles; else a tile for each.
+// Number in the list of the first row of this warpgroup's tile. One producer warpgroup takes both tiles of a list:
+// first_of_one is 0, then 64. Of two warpgroups each takes one tile, and first_of_one does not matter.
 template <class Tile>
 HOPWELL_DEVICE int first_of_list(int first_of_one) {
   return Tile::kProducingGroups == 1 ? first_of_one : Producer::group<Tile>() * Tile::kKeys;
 }
 
-// The addresses of a tile's rows. Rows are numbered through both lists.
+// The addresses of a tile's rows. Row numbers run through both list buffers: 0 to 127 are in the first, 128 to 255 in
+// the second.
 template <class Tile>
 struct RowsOfTile {
   const KeyTiles<Tile>* s;
   int first_of_one;  // see first_of_list()
-  int last;          // row of the list
+  int last;          // row of the list, counted through both list buffers
 
   [[nodiscard]] HOPWELL_DEVICE int number(int row) const {
     const int n = (last & Tile::kListed) + first_of_list<Tile>(first_of_one) + row;
@@ -87,8 +91,8 @@ struct TilesOfSplit {
   }
   static HOPWELL_DEVICE int group() { return Producer::group<Tile>(); }
   HOPWELL_DEVICE const Entries& entries() const { return s.entries[group()]; }
-  // Valid entries that each warp has found for the list that ends before entry `end`. Two lists have different places,
-  // because a warp may read the counts of the earlier one while another warp writes.
+  // Valid entries that each warp has found for the list that ends before entry `end`. Two lists have separate
+  // counts, because a warp may read the counts of the earlier one while another warp writes.
   HOPWELL_DEVICE int (&counts_of_list(uint32_t end) const)[4] { return s.counts[group()][end / Tile::kListed % 2]; }
   // Rows of the list that ends before entry `end`; of the present list.
   [[nodiscard]] HOPWELL_DEVICE int rows_of_list(uint32_t end) const {
@@ -153,8 +157,9 @@ struct TilesOfSplit {
   }
 };
 
-// Publishes the number of keys of the present tile, when its first group is empty and before its first part is committed;
-// and whether the tile before is the last one, when its second group is empty and before its second part is committed.
+// publish_keys() writes a tile's number of keys: after its first group is empty, before its first part is committed.
+// publish_end() writes whether the tile in `stage` is the split's last: after its second group is empty, before its
+// second part is committed. By then `tiles` is one tile further.
 template <class Tile>
 HOPWELL_DEVICE void publish_keys(const TilesOfSplit<Tile>& tiles, int stage) {
   if (Producer::thread() == 0) tiles.s.valid_keys[stage] = tiles.valid_keys();
@@ -172,7 +177,8 @@ HOPWELL_DEVICE void publish_has_keys(KeyTiles<Tile>& s, bool has_keys) {
 
 // ---- rows of codes --------------------------------------------------------------------------------------------------
 
-// Where a lane's codes of one part of a tile are: 16 of each of eight rows, and of rows with RoPE in codes 16 of two more.
+// A lane's codes of one part of a tile: 16 of each of eight rows. If RoPE is stored as codes, there are also 16 RoPE
+// codes of each of two rows.
 template <class Tile>
 struct LanePlace {
   using Row = typename Tile::Row;
@@ -241,7 +247,7 @@ struct NoScales {
   }
 };
 
-// A lane's codes of one part of a tile on their way.
+// A lane's codes of one part of a tile, while they are loaded.
 template <class Tile>
 struct LaneCodes {
   using Row = typename Tile::Row;
@@ -304,7 +310,7 @@ struct LaneCodes {
 };
 
 // Decodes a lane's codes of one part of a tile as the operator defines them, for NaN codes and any scales. Reads them
-// again. Few registers: the codes rotate through them.
+// again, a few at a time, because registers are scarce.
 template <class Tile>
 HOPWELL_DEVICE void decode_exactly(const RowsOfTile<Tile>& rows, unsigned char* panels, int part) {
   using Row = typename Tile::Row;
@@ -333,8 +339,9 @@ HOPWELL_DEVICE void decode_exactly(const RowsOfTile<Tile>& rows, unsigned char* 
   }
 }
 
-// Copies the panel of bf16 of this warp's rows of codes, if there is one. It belongs to the second part of the tile, and is
-// complete when that is committed. RoPE has been read when the first group is empty, which the caller has waited for.
+// Copies the panel of bf16 of this warp's rows of codes, if there is one. It belongs to the second part of the tile,
+// and is complete when that is committed. RoPE has been read when the first group is empty, which the caller has waited
+// for.
 template <class Tile, class Slot>
 HOPWELL_DEVICE void copy_plain_panel(const RowsOfTile<Tile>& rows, KeyPanels<Tile>& panels, const Slot& slot) {
   if constexpr (Tile::kPlainPanel >= 0) {
@@ -377,8 +384,8 @@ HOPWELL_DEVICE void decode_part(const TilesOfSplit<Tile>& tiles, KeyPanels<Tile>
   slot.commit(part);
 }
 
-// A lane has registers for one part of a tile. Both parts have the same code, because a longer one misses the instruction
-// cache.
+// A lane has registers for one part of a tile. Both parts have the same code, because a longer one misses the
+// instruction cache.
 template <class Tile>
 HOPWELL_DEVICE void produce_parts(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
   TilesOfSplit<Tile> tiles(p, s);

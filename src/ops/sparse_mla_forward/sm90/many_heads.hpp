@@ -279,9 +279,9 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
-// Writes this warpgroup's half of the output, a panel at a time, without the space of a tile: the next query's tiles may
-// arrive meanwhile. A panel is staged in the space of this warpgroup's P, which the other warpgroup has read before it
-// sent its sums. Each warp handles its own 16 rows, as in its P.
+// Writes this warpgroup's half of the output, a panel at a time, without the space of a tile: the next query's tiles
+// may arrive meanwhile. A panel is staged in the space of this warpgroup's P, which the other warpgroup has read before
+// it sent its sums. Each warp handles its own 16 rows, as in its P.
 template <class Storage>
 HOPWELL_DEVICE void store_out_by_panels(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
                                         const float (&out)[2][64], const float (&scale)[2]) {
@@ -452,7 +452,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
 template <int kDqk, class KernelParams>
 HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
-  arch::mbarrier_init(s.q_empty, 2 * kWarps);
+  arch::mbarrier_init(s.q_empty, 2 * kWarps);  // kept: a read of wgmma is released by any warp of its warpgroup
   s.key_ring.init(kGatherThreads, kWarps, kWarps);
   s.p_ring.init(kWarps, kWarps);
   arch::mbarrier_init(s.row_max_full, kWarps);
