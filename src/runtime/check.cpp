@@ -95,6 +95,12 @@ void Checker::rule(bool holds, std::string_view rule) const {
   if (!holds) throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_).append(": ").append(rule));
 }
 
+void Checker::together(std::string_view first, bool has_first, std::string_view second, bool has_second) const {
+  if (has_first == has_second) return;
+  const std::string pair = std::string(first) + " and " + std::string(second);
+  rule(false, pair + " must both be given, or neither; got " + std::string(has_first ? first : second) + " alone");
+}
+
 const std::int64_t* Checker::find(std::string_view dim) const {
   const auto at = std::find_if(dims_.begin(), dims_.end(), [&](const auto& bound) { return bound.first == dim; });
   return at == dims_.end() ? nullptr : &at->second;
@@ -104,21 +110,20 @@ void Checker::finite(std::string_view argument, float value) const {
   require(std::isfinite(value), argument, "finite", static_cast<double>(value));
 }
 
-std::string Checker::expected(const DTypes& dtypes, const Shape* shape) const {
+std::string Checker::expected(const DTypes& dtypes, const Shape* shape, bool any_rank) const {
   std::vector<std::string> names;
   for (const DType type : dtypes) names.push_back(dtype_name(type));
-  std::string text = join(names, " or ");
+  const std::string text = join(names, " or ");
   if (shape == nullptr) return text;
-  std::vector<std::string> dims;
+  std::vector<std::string> dims, fewer;  // fewer: without those that may be absent
   for (const Dim& dim : *shape) {
-    if (dim.name == nullptr) {
-      dims.push_back(std::to_string(dim.value));
-    } else {
-      const std::int64_t* bound = find(dim.name);
-      dims.push_back(bound == nullptr ? dim.name : dim.name + ("=" + std::to_string(*bound)));
-    }
+    const std::int64_t* bound = dim.name == nullptr ? nullptr : find(dim.name);
+    const std::string name = dim.name == nullptr ? std::to_string(dim.value) : dim.name;
+    dims.push_back(bound == nullptr ? name : name + "=" + std::to_string(*bound));
+    if (!dim.may_be_absent) fewer.push_back(dims.back());
   }
-  return text + " [" + join(dims, ", ") + "]";
+  const bool two = any_rank && fewer.size() < dims.size();
+  return text + (two ? " [" + join(fewer, ", ") + "] or [" : " [") + join(dims, ", ") + "]";
 }
 
 void Checker::check_device(std::string_view name, const DLDevice& given) {
@@ -138,7 +143,7 @@ void Checker::check_device(std::string_view name, const DLDevice& given) {
 }
 
 View Checker::checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape) {
-  if (tensor == nullptr) fail(name, expected(dtypes, shape), "nothing");
+  if (tensor == nullptr) fail(name, expected(dtypes, shape, true), "nothing");
   View view;
   view.present = true;
   view.dtype = dtype_of(tensor->dtype);
@@ -160,7 +165,10 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
       ok = tensor->shape[i] == *bound;
   }
   if (!ok) dims_.resize(bound_before);
-  if (!ok) fail(name, expected(dtypes, shape), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
+  if (!ok) {
+    const bool other_rank = shape != nullptr && static_cast<std::size_t>(tensor->ndim) != shape->size();
+    fail(name, expected(dtypes, shape, other_rank), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
+  }
   if (view.ndim > 0) std::copy(tensor->shape, tensor->shape + tensor->ndim, view.shape.begin());
   if (tensor->strides != nullptr) std::copy(tensor->strides, tensor->strides + tensor->ndim, view.stride.begin());
   check_extent(name, *tensor, view);

@@ -51,7 +51,12 @@ struct Dim {
   Dim(Int exact) : name(nullptr), value(static_cast<std::int64_t>(exact)) {}  // NOLINT(google-explicit-constructor)
   const char* name;
   std::int64_t value = 0;
+  bool may_be_absent = false;  // the caller accepts the shape without it, too; for messages
 };
+inline Dim maybe(Dim dim) {
+  dim.may_be_absent = true;
+  return dim;
+}
 using Shape = std::vector<Dim>;
 using DTypes = std::vector<DType>;
 
@@ -110,6 +115,8 @@ class Checker {
   [[noreturn]] void fail(std::string_view argument, std::string_view expected, std::string_view got) const;
   // Checks a rule between arguments. The message is `operator: <rule>`.
   void rule(bool holds, std::string_view rule) const;
+  // Checks that two arguments are both given, or neither.
+  void together(std::string_view first, bool has_first, std::string_view second, bool has_second) const;
 
   [[nodiscard]] DLDevice device() const { return device_; }
 
@@ -125,7 +132,7 @@ class Checker {
   static std::string to_string(double value);
   static std::string to_string(std::int64_t value) { return std::to_string(value); }
   static std::string to_string(int value) { return std::to_string(value); }
-  [[nodiscard]] std::string expected(const DTypes& dtypes, const Shape* shape) const;
+  [[nodiscard]] std::string expected(const DTypes& dtypes, const Shape* shape, bool any_rank) const;
   View taken(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape, Layout layout,
              Access access);
   View checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape);

@@ -309,7 +309,8 @@ TEST(LightningIndexerBackward, BadArgumentsAreNamedAndWriteNothing) {
   const Tensor start(range.data(), {3}), short_end(range.data(), {2});
   args = good;
   args.selection.k_start = start;
-  EXPECT_EQ(message(args), "lightning_indexer_backward: k_start and k_end are given together");
+  EXPECT_EQ(message(args),
+            "lightning_indexer_backward: k_start and k_end must both be given, or neither; got k_start alone");
   args.selection.k_end = short_end;
   EXPECT_EQ(message(args), "lightning_indexer_backward: k_end must be int32 [s_q=3]; got int32 [2]");
   args = good;

@@ -93,11 +93,12 @@ class PagedAttentionBadInput : public testing::Test {
 
 TEST_F(PagedAttentionBadInput, Queries) {
   Problem& p = p_;
-  expect([](auto& a) { a.q = nullptr; }, "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got nothing");
+  expect([](auto& a) { a.q = nullptr; },
+         "q must be float32 or float16 or bfloat16 [b, h_q, d] or [b, q_len, h_q, d]; got nothing");
   expect([&](auto& a) { a.q = p.view(p.tables, {2, 2, 4, 32}); },
          "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got int32 [2, 2, 4, 32]");
   expect([&](auto& a) { a.q = p.view(p.q, {16, 32}); },
-         "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got float32 [16, 32]");
+         "q must be float32 or float16 or bfloat16 [b, h_q, d] or [b, q_len, h_q, d]; got float32 [16, 32]");
   expect([&](auto& a) { a.q = p.view(p.q, {1, 17, 1, 30}); }, "q must be [b, q_len 1..16, h_q, d]; got q_len = 17");
   expect([&](auto& a) { a.q = p.view(p.q, {2, 0, 4, 32}); }, "q must be [b, q_len 1..16, h_q, d]; got q_len = 0");
   expect([&](auto& a) { a.q = p.view(p.q, {2, 2, 0, 32}); }, "q must be [b, q_len, h_q >= 1, d]; got h_q = 0");

@@ -39,8 +39,9 @@ TEST(SparseMlaBackward, BadInputIsRefusedWithOutputsUntouched) {
          "dkv must be an output whose elements do not overlap; got strides that make them share memory");
   expect([&](auto& a) { a.d_sink = p.view(p.d_sink, {2}); }, "d_sink needs an attn_sink");
   expect([&](auto& a) { a.accumulate = true, a.dkv = nullptr; }, "accumulate needs a float32 dkv to add into");
-  expect([&](auto& a) { a.window = 3; }, "window_kv and window are given together");
-  expect([&](auto& a) { a.window_kv = a.kv; }, "window_kv and window are given together");
+  expect([&](auto& a) { a.window = 3; }, "window_kv and window must both be given, or neither; got window alone");
+  expect([&](auto& a) { a.window_kv = a.kv; },
+         "window_kv and window must both be given, or neither; got window_kv alone");
   expect([&](auto& a) { a.window_kv = a.kv, a.window = 0; }, "window must be at least 1; got 0");
   expect([&](auto& a) { a.d_window_kv = a.dkv; }, "d_window_kv needs window_kv");
   expect([&](auto& a) { a.accumulate = true, a.dkv = p.view(dkv16, {10, 1, 8}); },

@@ -125,8 +125,10 @@ void expect_common_errors(const std::string& op, SparseMlaProblem& p, Message me
          "q_positions must be int32 [s_q=3]; got float32 [3]");
   expect([&](auto& a) { a.selection.q_positions = p.view(p.q_positions, {3}), a.selection.q_start = 0; },
          "q_positions and q_start exclude each other");
-  expect([&](auto& a) { a.selection.k_start = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
-  expect([&](auto& a) { a.selection.k_end = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
+  expect([&](auto& a) { a.selection.k_start = p.view(p.q_positions, {3}); },
+         "k_start and k_end must both be given, or neither; got k_start alone");
+  expect([&](auto& a) { a.selection.k_end = p.view(p.q_positions, {3}); },
+         "k_start and k_end must both be given, or neither; got k_end alone");
   expect([&](auto& a) { a.selection.k_start = a.selection.k_end = p.view(p.q_positions, {2}); },
          "k_start must be int32 [s_q=3]; got int32 [2]");
   expect([](auto& a) { a.selection.q_start = INT64_MIN; },

@@ -16,7 +16,7 @@ namespace hopwell {
 inline Visibility check_key_ranges(Checker& check, const SelectionArgs& args) {
   const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
   const View end = check.optional_input("k_end", args.k_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  check.rule(bool(start) == bool(end), "k_start and k_end are given together");
+  check.together("k_start", bool(start), "k_end", bool(end));
   return {.k_start = start.as<const std::int32_t>(),
           .k_end = end.as<const std::int32_t>(),
           .k_start_stride = start ? start.stride[0] : 0,
@@ -54,8 +54,8 @@ Selection check_selection(Checker& check, const Args& args) {
             .topk = check["s_kv"]};
   }
   const bool flat = args.indices->ndim == 2;
-  View indices =
-      check.input("indices", args.indices, {DType::kInt32}, flat ? Shape{"s_q", "topk"} : Shape{"s_q", "h_kv", "topk"});
+  View indices = check.input("indices", args.indices, {DType::kInt32},
+                             flat ? Shape{"s_q", "topk"} : Shape{"s_q", maybe("h_kv"), "topk"});
   if (!flat) {
     check.require(check["h_kv"] == 1, "indices", "int32 [s_q, h_kv=1, topk]",
                   "h_kv = " + std::to_string(check["h_kv"]));
@@ -80,7 +80,7 @@ template <class Args>
 QueriesAndKeys check_q_kv(Checker& check, const Args& args) {
   const View q = check.input("q", args.q, {DType::kBFloat16, DType::kFloat32}, {"s_q", "h_q", "d_qk"});
   const bool flat = args.kv != nullptr && args.kv->ndim == 2;
-  View kv = check.input("kv", args.kv, {q.dtype}, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
+  View kv = check.input("kv", args.kv, {q.dtype}, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", maybe("h_kv"), "d_qk"});
   if (!flat) {
     check.require(check["h_kv"] == 1, "kv", "[s_kv, h_kv=1, d_qk]", "h_kv = " + std::to_string(check["h_kv"]));
     kv = kv.squeezed(1);
@@ -102,11 +102,11 @@ template <class Args>
 WindowKeys check_window(Checker& check, const Args& args, DType dtype) {
   const bool flat = args.window_kv != nullptr && args.window_kv->ndim == 2;
   View kv = check.optional_input("window_kv", args.window_kv, {dtype},
-                                 flat ? Shape{"s_w", "d_qk"} : Shape{"s_w", "h_kv", "d_qk"});
-  check.rule(bool(kv) == args.window.has_value(), "window_kv and window are given together");
+                                 flat ? Shape{"s_w", "d_qk"} : Shape{"s_w", maybe("h_kv"), "d_qk"});
+  check.together("window_kv", bool(kv), "window", args.window.has_value());
   const View start = check.optional_input("w_start", args.w_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
   const View end = check.optional_input("w_end", args.w_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  check.rule(bool(start) == bool(end), "w_start and w_end are given together");
+  check.together("w_start", bool(start), "w_end", bool(end));
   check.rule(kv || !start, "w_start and w_end need window_kv");
   if (!kv) return {};
   if (!flat) {

@@ -28,7 +28,7 @@ void check_inputs(Checker& check, const Args& args, AnyProblem& p) {
       check.optional_input("cu_seqlens", args.cu_seqlens, {DType::kInt32}, {"documents + 1"}, Layout::kAny);
   const View keys =
       check.optional_input("cu_compressed", args.cu_compressed, {DType::kInt32}, {"documents + 1"}, Layout::kAny);
-  check.rule(bool(tokens) == bool(keys), "cu_seqlens and cu_compressed are given together");
+  check.together("cu_seqlens", bool(tokens), "cu_compressed", bool(keys));
   const std::int64_t s = check["s"];
   p.blocks.s = s;
   p.blocks.ratio = std::min(args.ratio, s + 1);

@@ -7,8 +7,8 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   Checker check(kName);
   Problem p;
   static_cast<IndexOperands&>(p) = check_index_operands(check, args);
-  const bool flat = args.indices == nullptr || args.indices->ndim != 3;
-  const Shape shape = flat ? Shape{"s_q", "topk"} : Shape{"s_q", 1, "topk"};
+  const bool flat = args.indices != nullptr && args.indices->ndim == 2;
+  const Shape shape = flat ? Shape{"s_q", "topk"} : Shape{"s_q", maybe(1), "topk"};
   p.indices = check.input("indices", args.indices, {DType::kInt32}, shape);
   if (!flat) p.indices = p.indices.squeezed(1);
   check.rule(args.target == nullptr || args.d_scores == nullptr, "target and d_scores exclude each other");

@@ -21,7 +21,7 @@ std::optional<Rotation> check_rotation(Checker& check, const MlaCacheAppendArgs&
   const View positions = check.optional_input("positions", args.positions, kIntegers, {"n"}, Layout::kAny);
   const View table = check.optional_input("cos_sin", args.cos_sin, {DType::kFloat32, DType::kBFloat16},
                                           {"max_positions", "r"}, Layout::kRows);
-  check.rule(bool(positions) == bool(table), "positions and cos_sin are given together");
+  check.together("positions", bool(positions), "cos_sin", bool(table));
   check.rule(table || !args.rope_offset, "rope_offset needs positions and cos_sin");
   if (!table) return std::nullopt;
   const std::int64_t r = check["r"], first = args.rope_offset.value_or(d - r);

@@ -25,7 +25,7 @@ Dim or_one(const DLTensor* tensor, const char* name) {
 void check_q(Checker& check, const PagedAttentionArgs& args, Problem& p) {
   const DTypes dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   const bool flat = args.q != nullptr && args.q->ndim == 3;
-  p.q = check.input("q", args.q, dtypes, flat ? Shape{"b", "h_q", "d"} : Shape{"b", "q_len", "h_q", "d"});
+  p.q = check.input("q", args.q, dtypes, flat ? Shape{"b", "h_q", "d"} : Shape{"b", maybe("q_len"), "h_q", "d"});
   if (flat) {
     p.q = unsqueezed(p.q, 1);
     check.bind("q_len", 1);

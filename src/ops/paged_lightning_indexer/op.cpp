@@ -25,7 +25,7 @@ void check_q(Checker& check, const PagedLightningIndexerArgs& args, Problem& p) 
   const bool flat = is_flat(args);
   const Shape per_head = flat ? Shape{"b", "h_index"} : Shape{"b", "q_len", "h_index"};
   p.q = check.input("q_index", args.q_index, {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4m3},
-                    flat ? Shape{"b", "h_index", "d_index"} : Shape{"b", "q_len", "h_index", "d_index"});
+                    flat ? Shape{"b", "h_index", "d_index"} : Shape{"b", maybe("q_len"), "h_index", "d_index"});
   if (flat) check.bind("q_len", 1);
   p.b = check["b"], p.q_len = check["q_len"], p.h_index = check["h_index"], p.d_index = check["d_index"];
   check.require(p.q_len >= 1 && p.h_index >= 1 && p.d_index >= 1, "q_index",
@@ -50,9 +50,9 @@ void check_cache(Checker& check, const PagedLightningIndexerArgs& args, Problem&
 void check_positions(Checker& check, const PagedLightningIndexerArgs& args, Problem& p) {
   const View tables = check.input("block_tables", args.block_tables, kInt32, {"b", "max_blocks"});
   const DLTensor* lens = args.context_lens;
-  const bool per_query = lens != nullptr && has_sizes(*lens) && lens->ndim == 2;
+  const bool per_query = lens == nullptr || !has_sizes(*lens) || lens->ndim != 1;
   const View counts =
-      check.input("context_lens", lens, kInt32, per_query ? Shape{"b", "q_len"} : Shape{"b"}, Layout::kAny);
+      check.input("context_lens", lens, kInt32, per_query ? Shape{"b", maybe("q_len")} : Shape{"b"}, Layout::kAny);
   PagedSelection& positions = p.positions;
   positions.block_tables = tables.as<const std::int32_t>(), positions.tables_stride = tables.stride[0];
   positions.max_blocks = check["max_blocks"], positions.has_tables = true;

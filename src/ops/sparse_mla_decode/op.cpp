@@ -19,7 +19,7 @@ int dimensions(const DLTensor* tensor) { return tensor != nullptr && has_sizes(*
 void check_q(Checker& check, const SparseMlaDecodeArgs& args, Problem& p) {
   const bool flat = dimensions(args.q) == 3;
   p.q = check.input("q", args.q, {DType::kBFloat16, DType::kFloat32},
-                    flat ? Shape{"b", "h_q", "d_qk"} : Shape{"b", "q_len", "h_q", "d_qk"});
+                    flat ? Shape{"b", "h_q", "d_qk"} : Shape{"b", maybe("q_len"), "h_q", "d_qk"});
   if (flat) {
     p.q = unsqueezed(p.q, 1);
     check.bind("q_len", 1);
@@ -36,7 +36,7 @@ void check_q(Checker& check, const SparseMlaDecodeArgs& args, Problem& p) {
 PerQuery check_per_query(Checker& check, const char* name, const DLTensor* tensor) {
   if (tensor == nullptr) return {};
   const bool flat = dimensions(tensor) == 1;
-  const View view = check.input(name, tensor, kInt32, flat ? Shape{"b"} : Shape{"b", "q_len"}, Layout::kAny);
+  const View view = check.input(name, tensor, kInt32, flat ? Shape{"b"} : Shape{"b", maybe("q_len")}, Layout::kAny);
   return {view.as<const std::int32_t>(), view.stride[0], flat ? 0 : view.stride[1], true};
 }
 
@@ -70,12 +70,12 @@ PagedSelection check_selection(Checker& check, const Arguments& args, const Page
 
 void check_extra(Checker& check, const SparseMlaDecodeArgs& args, Problem& p) {
   const bool given = args.extra_cache != nullptr;
-  check.rule(given == (args.extra_indices != nullptr), "extra_cache and extra_indices are given together");
+  check.together("extra_cache", given, "extra_indices", args.extra_indices != nullptr);
   check.rule(given || args.extra_topk_length == nullptr, "extra_topk_length needs extra_cache");
   check.rule(given || args.extra_block_tables == nullptr, "extra_block_tables needs extra_cache");
   if (!given) return;
-  check.rule((args.block_tables == nullptr) == (args.extra_block_tables == nullptr),
-             "block_tables and extra_block_tables are given together, because both caches have block tables or none");
+  check.together("block_tables", args.block_tables != nullptr, "extra_block_tables",
+                 args.extra_block_tables != nullptr);
   check.rule(args.rope_cache == nullptr, "rope_cache and extra_cache exclude each other");
   const PagedCache cache = check_paged_cache(check, "extra_cache", args.extra_cache, p.d_qk, CacheUse::latents);
   const bool same = cache.format == p.format && (p.format || cache.row_type == p.row_type);

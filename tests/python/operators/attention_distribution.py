@@ -94,8 +94,8 @@ OPERATOR = Operator(
     messages=[
         ({"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
         ({"normalize": "l2"}, "normalize must be 'none' or 'l1'; got 'l2'"),
-        ({"k_start": None}, "k_start and k_end are given together"),
-        ({"k_end": None}, "k_start and k_end are given together"),
+        ({"k_start": None}, "k_start and k_end must both be given, or neither; got k_end alone"),
+        ({"k_end": None}, "k_start and k_end must both be given, or neither; got k_start alone"),
         ({"indices": None}, "topk_length needs indices; without them every visible"),
     ],
 )

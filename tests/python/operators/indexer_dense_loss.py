@@ -108,7 +108,7 @@ OPERATOR = Operator(
     messages=[
         ({"attn_sink": np.zeros(4, np.float32)}, "attn_sink must be float32 [h_q=3]; got"),
         ({"normalize": "none"}, "normalize must be 'heads' or 'l1'; got 'none'"),
-        ({"k_end": None}, "k_start and k_end are given together"),
+        ({"k_end": None}, "k_start and k_end must both be given, or neither; got k_start alone"),
         ({"q_start": 0}, "q_positions and q_start exclude each other"),
     ],
 )

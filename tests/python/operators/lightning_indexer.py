@@ -306,7 +306,7 @@ OPERATOR = Operator(
         ({"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}; got {2**62}"),
         ({"topk": 2**70}, f"topk must be an integer of at most {2**31 - 1}; got {2**70}"),
         ({"topk": 2.0}, "topk must be an integer of at least 0; got 2.0"),
-        ({"k_start": None}, "k_start and k_end are given together"),
+        ({"k_start": None}, "k_start and k_end must both be given, or neither; got k_end alone"),
         ({"kv_stride": -4}, "kv_stride must be at least 1; got -4"),
     ],
     fake_messages=[
@@ -329,6 +329,6 @@ BACKWARD = Operator(
             {"q_index": np.zeros((5, 3, 16), ml_dtypes.float8_e4m3fn)},
             "q_index must be bfloat16 or float32 [s_q, h_index, d_index]; got float8_e4m3fn [5, 3, 16]",
         ),
-        ({"k_end": None}, "k_start and k_end are given together"),
+        ({"k_end": None}, "k_start and k_end must both be given, or neither; got k_start alone"),
     ],
 )

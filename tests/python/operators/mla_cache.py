@@ -179,8 +179,8 @@ OPERATOR = Operator(
         ({"slots": np.zeros(4, np.int64)}, "slots must be int64 or int32 [n=5]; got "),
         ({"kv_scale": 0.5}, "kv_scale needs a cache of bytes with one scale"),
         ({"kv_scale": np.ones((), np.float32)}, "kv_scale needs a cache of bytes with one scale"),
-        ({"positions": None}, "positions and cos_sin are given together"),
-        ({"cos_sin": None}, "positions and cos_sin are given together"),
+        ({"positions": None}, "positions and cos_sin must both be given, or neither; got cos_sin alone"),
+        ({"cos_sin": None}, "positions and cos_sin must both be given, or neither; got positions alone"),
         ({"cos_sin": None, "positions": None}, "rope_offset needs positions and cos_sin"),
         (
             {"cos_sin": np.zeros((6, 47), np.float32)},

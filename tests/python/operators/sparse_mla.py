@@ -359,16 +359,16 @@ SPARSE_DIMENSIONS = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
 SPARSE_DIMENSIONS |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end", "w_start", "w_end"), "s_q")
 
 _WINDOW_MESSAGES = [
-    ({"window": None}, "window_kv and window are given together"),
-    ({"window_kv": None}, "window_kv and window are given together"),
+    ({"window": None}, "window_kv and window must both be given, or neither; got window_kv alone"),
+    ({"window_kv": None}, "window_kv and window must both be given, or neither; got window alone"),
     ({"window": 0}, "window must be at least 1; got 0"),
     (
         {"window_kv": np.zeros((17, 1, 41), np.float32)},
         "window_kv must be float32 [s_w, h_kv=1, d_qk=40]; got",
     ),
     ({"window_kv": np.zeros((17, 1, 40))}, "window_kv must be float32 [s_w, h_kv=1, d_qk=40]; got float64"),
-    ({"w_start": None}, "w_start and w_end are given together"),
-    ({"w_end": None}, "w_start and w_end are given together"),
+    ({"w_start": None}, "w_start and w_end must both be given, or neither; got w_end alone"),
+    ({"w_end": None}, "w_start and w_end must both be given, or neither; got w_start alone"),
     ({"w_start": np.zeros(4, np.int32)}, "w_start must be int32 [s_q=5]; got int32 [4]"),
     ({"w_end": np.zeros(5, np.int64)}, "w_end must be int32 [s_q=5]; got int64 [5]"),
     ({"window_kv": None, "window": None}, "w_start and w_end need window_kv"),
@@ -433,8 +433,8 @@ FORWARD = Operator(
         ({"backend": 3}, "backend must be a name from hopwell.backends"),
         ({"kv_stride": 0}, "kv_stride must be at least 1; got 0"),
         ({"q_start": 0}, "q_positions and q_start exclude each other"),
-        ({"k_start": None}, "k_start and k_end are given together"),
-        ({"k_end": None}, "k_start and k_end are given together"),
+        ({"k_start": None}, "k_start and k_end must both be given, or neither; got k_end alone"),
+        ({"k_end": None}, "k_start and k_end must both be given, or neither; got k_start alone"),
         ({"indices": None}, "topk_length needs indices; without them every visible key counts"),
         *_WINDOW_MESSAGES,
     ],
@@ -472,8 +472,8 @@ BACKWARD = Operator(
             "dkv must be bfloat16, as dkv_dtype says; got float32",
         ),
         ({"dkv": torch.zeros(90, 1, 40, dtype=torch.bfloat16)}, "dkv must be float32, as dkv_dtype says; got bfloat16"),
-        ({"k_start": None}, "k_start and k_end are given together"),
-        ({"k_end": None}, "k_start and k_end are given together"),
+        ({"k_start": None}, "k_start and k_end must both be given, or neither; got k_end alone"),
+        ({"k_end": None}, "k_start and k_end must both be given, or neither; got k_start alone"),
         ({"indices": None}, "topk_length needs indices; without them every visible key counts"),
         ({"d_window_kv": np.zeros((17, 40), np.float32)}, "d_window_kv must be float32"),
         (

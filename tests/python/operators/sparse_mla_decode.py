@@ -230,10 +230,16 @@ OPERATOR = Operator(
         ({"block_tables": None}, "context_lens needs block_tables"),
         (
             {"block_tables": None, "context_lens": None},
-            "block_tables and extra_block_tables are given together, because both caches have block tables or none",
+            "block_tables and extra_block_tables must both be given, or neither; got block_tables alone",
         ),
-        ({"extra_cache": None}, "extra_cache and extra_indices are given together"),
-        ({"extra_indices": None}, "extra_cache and extra_indices are given together"),
+        (
+            {"extra_cache": None},
+            "extra_cache and extra_indices must both be given, or neither; got extra_indices alone",
+        ),
+        (
+            {"extra_indices": None},
+            "extra_cache and extra_indices must both be given, or neither; got extra_cache alone",
+        ),
         ({"extra_cache": None, "extra_indices": None}, "extra_topk_length needs extra_cache"),
         (
             {"extra_cache": None, "extra_indices": None, "extra_topk_length": None},
