@@ -230,7 +230,7 @@ OPERATOR = Operator(
         ({"block_tables": None}, "context_lens needs block_tables"),
         (
             {"block_tables": None, "context_lens": None},
-            "block_tables and extra_block_tables must both be given, or neither; got block_tables alone",
+            "block_tables and extra_block_tables must both be given, or neither; got extra_block_tables alone",
         ),
         (
             {"extra_cache": None},
