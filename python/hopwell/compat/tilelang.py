@@ -12,10 +12,10 @@ is to base 2, V is the first 512 columns, the gradient of kv has kv's dtype, key
 cu_seqlen_ks … cu_seqlen_ke − 1 and keys with score −inf are not selected, and −1 and −inf fill the entries beyond the
 number of keys.
 
-Differences: indices are in ascending order and not by score (each index with its score); entries outside the keys are
-invalid too; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and of entries, any d_qk,
-host tensors and fp32. If the caller passes `topk_indices`, PyTorch computes their scores from gathered keys, some
-queries at a time: this needs more memory traffic than a selection and uses no kernel of Hopwell.
+Differences: `lighting_indexer` returns indices in ascending order and not by score (each index with its score); entries
+outside the keys are invalid too; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and
+of entries, any d_qk, host tensors and fp32. If the caller passes `topk_indices`, PyTorch computes their scores from
+gathered keys, some queries at a time: this needs more memory traffic than a selection and uses no kernel of Hopwell.
 
 `sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are for DeepSeek-V4.
 They follow `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's `inference/kernel.py` calls
@@ -241,7 +241,8 @@ def v4_lighting_indexer(
 
     index_q [s, b, h_index, d_index], index_k [s_kv, b, d_index], weights [s, b, h_index], topk_indices int32
     [b, s, topk]. If cu_seqlen_ks and cu_seqlen_ke int32 [s] are given, as for packed documents, they bound the keys
-    that each query sees. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
+    that each query sees. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)], the largest score first, of
+    equal scores the smaller index first.
     """
     require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
     s, b = index_q.shape[:2]
@@ -268,8 +269,11 @@ def v4_lighting_indexer(
         )
         for i in range(b)
     ]
-    scores, indices = zip(*sequences, strict=True)
-    return torch.stack(scores), torch.stack(indices)
+    scores, indices = (torch.stack(of_all) for of_all in zip(*sequences, strict=True))
+    if topk_indices is not None:
+        return scores, indices
+    by_score = scores.detach().argsort(dim=-1, descending=True, stable=True)
+    return scores.gather(-1, by_score), indices.gather(-1, by_score)
 
 
 def generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
