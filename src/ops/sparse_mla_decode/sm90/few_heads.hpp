@@ -25,6 +25,7 @@
 #include "ops/sparse_mla_decode/sm90/producer.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
@@ -55,9 +56,9 @@ struct Storage {
 
 // Where a thread's values of a product are: heads h, and rows r, which are keys or columns of the output.
 struct Place {
-  static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + arch::lane_index() % 4 * 2 + h % 2; }
+  static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + tile::fragment_column() + h % 2; }
   // Without warp_index(), which a whole warp must call.
-  static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + arch::lane_index() / 4 + 8 * r; }
+  static HOPWELL_DEVICE int row(int r) { return tile::wgmma_row_of(arch::thread_index()) + 8 * r; }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };
 

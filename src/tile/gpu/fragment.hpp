@@ -1,0 +1,35 @@
+// Which elements of a matrix a lane has in its registers for mma.sync and wgmma. PTX ISA: "Matrix Fragments for
+// mma.m16n8k16 with floating point type" and, for wgmma, "Register Fragments and Shared Memory Matrix Layouts".
+//
+// A fragment consists of 8 × 8 matrices. In each, as after ldmatrix, a quad of lanes has a row, and a lane two adjacent
+// columns: lane l has columns fragment_column() and one more of row fragment_row().
+//
+//     column      0 1    2 3    4 5    6 7
+//     row 0       l 0    l 1    l 2    l 3      A [16 m][16 k]   a[r], a pair of 16 bits: 8 (r % 2) rows and
+//     row 1       l 4    l 5    l 6    l 7                       8 (r / 2) columns further on
+//     …                                         B [8 n][16 k]    b[r], a pair: 8 r columns further on
+//     row 7       l 28   l 29   l 30   l 31     D [16 m][8 n]    d[i], fp32: 8 (i / 2) rows, i % 2 columns further on
+//
+// wgmma has 64 rows, 16 for each warp of the warpgroup, and A and D continue to the right: d[i] is in row wgmma_row() +
+// 8 (i / 2 % 2) and in column fragment_column() + 8 (i / 4) + i % 2.
+#pragma once
+
+#include "arch/sm80/threads.hpp"
+
+namespace hopwell::tile {
+
+/// Index of the lane in its quad.
+HOPWELL_DEVICE int quad_lane(int lane = arch::lane_index()) { return lane % 4; }
+
+/// The lane's row of an 8 × 8 matrix, and the first of its two columns.
+HOPWELL_DEVICE int fragment_row(int lane = arch::lane_index()) { return lane / 4; }
+HOPWELL_DEVICE int fragment_column(int lane = arch::lane_index()) { return 2 * quad_lane(lane); }
+
+/// The thread's first row of the 64 of a wgmma; the other is 8 rows further on. All lanes of a warp call it.
+HOPWELL_DEVICE int wgmma_row(arch::Site site = arch::Site::current()) {
+  return arch::warp_index(site) % 4 * 16 + fragment_row();
+}
+/// The same for a thread of a warpgroup, from 0 to 127, without the shuffle of warp_index().
+HOPWELL_DEVICE int wgmma_row_of(int thread) { return thread / 32 * 16 + fragment_row(thread % 32); }
+
+}  // namespace hopwell::tile
