@@ -18,18 +18,23 @@
 
 namespace hopwell::tile {
 
-/// Index of the lane in its quad.
-HOPWELL_DEVICE int quad_lane(int lane = arch::lane_index()) { return lane % 4; }
-
+/// Index of the lane in its quad. The machine code of signed and unsigned integers differs.
+template <class Int = int>
+HOPWELL_DEVICE Int quad_lane(Int lane = arch::lane_index()) {
+  return lane % 4;
+}
 /// The lane's row of an 8 × 8 matrix, and the first of its two columns.
-HOPWELL_DEVICE int fragment_row(int lane = arch::lane_index()) { return lane / 4; }
+template <class Int = int>
+HOPWELL_DEVICE Int fragment_row(Int lane = arch::lane_index()) {
+  return lane / 4;
+}
 HOPWELL_DEVICE int fragment_column(int lane = arch::lane_index()) { return 2 * quad_lane(lane); }
 
 /// The thread's first row of the 64 of a wgmma; the other is 8 rows further on. All lanes of a warp call it.
 HOPWELL_DEVICE int wgmma_row(arch::Site site = arch::Site::current()) {
   return arch::warp_index(site) % 4 * 16 + fragment_row();
 }
-/// The same for a thread of a warpgroup, from 0 to 127, without the shuffle of warp_index().
-HOPWELL_DEVICE int wgmma_row_of(int thread) { return thread / 32 * 16 + fragment_row(thread % 32); }
+/// The same for a thread of the CTA, without the shuffle of warp_index().
+HOPWELL_DEVICE int wgmma_row_of(int thread) { return thread % 128 / 32 * 16 + fragment_row(thread % 32); }
 
 }  // namespace hopwell::tile

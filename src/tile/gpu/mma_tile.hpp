@@ -54,7 +54,7 @@ struct MmaRows {
 template <bool kWhole, int kTheTerms, int kM, int kN, int kRows>
 HOPWELL_DEVICE void multiply(float (&d)[kN][kM][4], const MmaRows<kTheTerms> (&a)[kM],
                              const MmaTile<kTheTerms, kRows>& tile, int first, int column_blocks) {
-  const auto g = uint32_t(fragment_row()), t = uint32_t(quad_lane());
+  const auto lane = uint32_t(arch::lane_index()), g = fragment_row(lane), t = quad_lane(lane);
   HOPWELL_UNROLL
   for (int block = 0; block < kColumnBlocks; ++block) {
     if (!kWhole && block >= column_blocks) break;

@@ -102,7 +102,7 @@ HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage
   const int thread = arch::thread_index_anew();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = block * kHeadTile + tile::wgmma_row_of(thread % 128) + 8 * half;
+    const int row = block * kHeadTile + tile::wgmma_row_of(thread) + 8 * half;
     store_head(p, s.weights[row], group.first + member, row % kRows, half, tile::quad_lane(thread), d_q,
                tile::sum_of_quad(d_weights[half]));
   }

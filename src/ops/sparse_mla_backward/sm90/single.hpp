@@ -194,7 +194,7 @@ HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const 
   auto& keys = s.key[step % 2];
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e)
-    if (keys[e / 4 * 8 + tile::fragment_column(t) + (e & 1)] < 0) p[e] = 0;
+    if (keys[e / 4 * 8 + 2 * (t & 3) + (e & 1)] < 0) p[e] = 0;
   arch::barrier_sync(kLowStaged, 128);
   if (t < Config::kKeys && keys[t] < 0) keys[t] = ~entries.key(entries.length - 1);
   arch::syncwarp();  // kept: lanes have diverged

@@ -199,7 +199,7 @@ HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&member_masks
   held[0] = held[1] = 0;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; ++j) {
-    const uint32_t of_two_keys = member_masks[4 * j + tile::quad_lane(t)];
+    const uint32_t of_two_keys = member_masks[4 * j + (t & 3)];
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) held[i / 2] |= (of_two_keys >> (member[i / 2] + 8 * (i % 2)) & 1) << (2 * j + i % 2);
   }
@@ -319,7 +319,7 @@ HOPWELL_DEVICE void store_dq_split(float* target, const float (&dq)[kSize], int 
   const int row = tile::wgmma_row_of(t);
   HOPWELL_UNROLL
   for (int e = 0; e < kSize; ++e)
-    target[(row + (e & 2) * 4) * kDqk + column + e / 4 * 8 + tile::fragment_column(t) + (e & 1)] = dq[e];
+    target[(row + (e & 2) * 4) * kDqk + column + e / 4 * 8 + 2 * (t & 3) + (e & 1)] = dq[e];
 }
 
 #endif

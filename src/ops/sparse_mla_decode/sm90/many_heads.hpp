@@ -170,7 +170,7 @@ constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 // ---- results --------------------------------------------------------------------------------------------------------
 
 // Row (head) `r` of a thread's two. Without warp_index(), because some lanes of a warp call it without the others.
-HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread_index() % 128) + 8 * r; }
+HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread_index()) + 8 * r; }
 
 // Stores this warpgroup's columns from first_column on: of a partial result, or, times `factor`, of the final result.
 template <class Config>
