@@ -1,24 +1,28 @@
 // Which elements of a matrix a lane has in its registers for mma.sync and wgmma. PTX ISA: "Matrix Fragments for
 // mma.m16n8k16 with floating point type" and, for wgmma, "Register Fragments and Shared Memory Matrix Layouts".
 //
-// A fragment consists of 8 × 8 matrices. In each, as after ldmatrix, a quad of lanes has a row, and a lane two adjacent
-// columns: lane l has columns fragment_column() and one more of row fragment_row().
+// A fragment consists of 8 × 8 matrices. In each, as after ldmatrix, a quad of lanes has a row, and each of its lanes
+// has two adjacent columns: fragment_column() and the next one, of row fragment_row().
 //
-//     column      0 1    2 3    4 5    6 7
-//     row 0       l 0    l 1    l 2    l 3      A [16 m][16 k]   a[r], a pair of 16 bits: 8 (r % 2) rows and
-//     row 1       l 4    l 5    l 6    l 7                       8 (r / 2) columns further on
-//     …                                         B [8 n][16 k]    b[r], a pair: 8 r columns further on
-//     row 7       l 28   l 29   l 30   l 31     D [16 m][8 n]    d[i], fp32: 8 (i / 2) rows, i % 2 columns further on
+//     column     0 1       2 3       4 5       6 7
+//     row 0      lane 0    lane 1    lane 2    lane 3
+//     row 1      lane 4    lane 5    lane 6    lane 7
+//     …
+//     row 7      lane 28   lane 29   lane 30   lane 31
 //
-// wgmma has 64 rows, 16 for each warp of the warpgroup, and A and D continue to the right: d[i] is in row wgmma_row() +
-// 8 (i / 2 % 2) and in column fragment_column() + 8 (i / 4) + i % 2.
+//     A [16 m][16 k]   a[r]: two elements of 16 bits, 8 (r % 2) rows and 8 (r / 2) columns further on
+//     B [8 n][16 k]    b[r]: two elements of 16 bits, 8 r columns further on
+//     D [16 m][8 n]    d[i]: an element of 32 bits, 8 (i / 2) rows and i % 2 columns further on
+//
+// wgmma has 64 rows, 16 for each warp of the warpgroup, and D is wider: d[i] is in row wgmma_row() + 8 (i / 2 % 2) and in
+// column fragment_column() + 8 (i / 4) + i % 2.
 #pragma once
 
 #include "arch/sm80/threads.hpp"
 
 namespace hopwell::tile {
 
-/// Index of the lane in its quad. The machine code of signed and unsigned integers differs.
+/// Index of the lane in its quad. The lane may be unsigned, for unsigned addresses.
 template <class Int = int>
 HOPWELL_DEVICE Int quad_lane(Int lane = arch::lane_index()) {
   return lane % 4;
