@@ -57,7 +57,10 @@ void launch_groups(const PassProblem& problem, const Plan& plan, void* workspace
 }
 
 template <bool kRelu>
-void launch_queries(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
+void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (plan.group_rows > 0)
+    return runtime::with_constant<16, 32, 64>(
+        plan.group_rows, [&]<int kRows>() { launch_groups<kRelu, kRows>(problem, plan, workspace, stream); });
   EntryParams p{params_of<bf16>(problem, plan, workspace, ScoreConfig::kWarps), nullptr, plan.head_tiles,
                 entry_tiles(problem)};
   p.positive = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.positive);
@@ -80,14 +83,8 @@ void launch_queries(const PassProblem& problem, const Plan& plan, void* workspac
 }
 
 void launch_pass(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
-  runtime::with_constant<true, false>(problem.relu, [&]<bool kRelu>() {
-    runtime::with_constant<16, 32, 64, 0>(plan.group_rows, [&]<int kRows>() {
-      if constexpr (kRows > 0)
-        launch_groups<kRelu, kRows>(problem, plan, workspace, stream);
-      else
-        launch_queries<kRelu>(problem, plan, workspace, stream);
-    });
-  });
+  const auto launch_it = problem.relu ? launch_as<true> : launch_as<false>;
+  launch_it(problem, plan, workspace, stream);
 }
 
 runtime::PlanOr<Plan> plan(const Problem& p) { return plan_pass(single_pass(p)); }

@@ -14,8 +14,8 @@
 //     B [8 n][16 k]    b[r]: two elements of 16 bits, 8 r columns further on
 //     D [16 m][8 n]    d[i]: an element of 32 bits, 8 (i / 2) rows and i % 2 columns further on
 //
-// wgmma has 64 rows, 16 for each warp of the warpgroup, and D is wider: d[i] is in row wgmma_row() + 8 (i / 2 % 2) and in
-// column fragment_column() + 8 (i / 4) + i % 2.
+// wgmma has 64 rows, 16 for each warp of the warpgroup, and D is wider: d[i] is in row wgmma_row() + 8 (i / 2 % 2) and
+// in column fragment_column() + 8 (i / 4) + i % 2.
 #pragma once
 
 #include "arch/sm80/threads.hpp"
