@@ -98,8 +98,8 @@ struct KeyLoader {
   }
 };
 
-// A warp's 16 heads: this lane's chunks of its fragments' two rows, and their lse in units of log 2. Padding heads are
-// zeros, with lse +inf.
+// A warp's 16 heads: this lane's chunks of two of them, the rows of its fragments, and their lse in units of log 2.
+// Padding heads are zeros, with lse +inf.
 template <int kColumns>
 struct Heads {
   Rows q[kSlabs<kColumns>][1];

@@ -47,8 +47,8 @@ struct StagedRows {
     T low, high;
   };
   // Stores kCount blocks of eight columns. pair_of(half, block): columns 8 · block + fragment_column() and one more,
-  // of row fragment_row(), or of the row 8 further on. A block has the same banks in every row, so lanes of adjacent
-  // rows store different blocks at the same time.
+  // of row fragment_row(), or of the row 8 further on. A block has the same banks in every row, so adjacent rows store
+  // different blocks at the same time.
   template <class T, int kCount, class PairOf>
   HOPWELL_DEVICE void store(const PairOf& pair_of) {
     constexpr int kTurns = 16 / sizeof(T);  // number of rows whose blocks cover all banks

@@ -156,7 +156,7 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[T::kScoreKeys / 8][4], const Ro
   }
 }
 
-// A lane's two adjacent elements of P or dS, accumulators of mma: group n of eight keys; half: of the two heads.
+// Two adjacent elements of P or dS that a lane has in its accumulators: row `half` of its two, group n of eight keys.
 template <class T>
 HOPWELL_DEVICE uint32_t* pair_of(bf16 (&rows)[T::kHeads][T::kPitch], const ScoreTile<T>& tile, int n, int half) {
   const int row = 16 * tile.head_group + tile::fragment_row() + 8 * half;
