@@ -1,8 +1,8 @@
 // Which elements of a matrix a lane has in its registers for mma.sync and wgmma. PTX ISA: "Matrix Fragments for
 // mma.m16n8k16 with floating point type" and, for wgmma, "Register Fragments and Shared Memory Matrix Layouts".
 //
-// A fragment consists of 8 × 8 matrices. In each, as after ldmatrix, a quad of the warp has a row, and each lane has two
-// adjacent columns of it: fragment_column() and the next one, of row fragment_row().
+// A fragment consists of 8 × 8 matrices. In each, as after ldmatrix, a quad of the warp has a row, and each lane has
+// two adjacent columns of it: fragment_column() and the next one, of row fragment_row().
 //
 //     column     0 1       2 3       4 5       6 7
 //     row 0      lane 0    lane 1    lane 2    lane 3
