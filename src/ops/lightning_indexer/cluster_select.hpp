@@ -244,10 +244,10 @@ void launch_cluster_select(const char* name, const Problem& problem, std::int64_
                            ParamsOf params) {
   const SelectPlan plan = plan_cluster_select(problem, count);
   using Params = decltype(params(plan));
-  const auto launch = [&]<int kWarps>() {
-    return launch_in_clusters<kWarps, Params>(name, problem, plan, count, stream, params(plan));
-  };
-  if (plan.cluster == 0 || !runtime::with_constant<8, 16, 32>(plan.warps, launch))
+  const auto launch = plan.warps == 8    ? launch_in_clusters<8, Params>
+                      : plan.warps == 16 ? launch_in_clusters<16, Params>
+                                         : launch_in_clusters<32, Params>;
+  if (plan.cluster == 0 || !launch(name, problem, plan, count, stream, params(plan)))
     launch_sampled_select(name, problem, count, stream, params);
 }
 

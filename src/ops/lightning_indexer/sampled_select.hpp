@@ -469,11 +469,13 @@ void launch_sampled_select(const char* name, const Problem& problem, std::int64_
   const SelectPlan plan = plan_sampled_select(problem, count);
   if (plan.warps == 0) return launch_select(name, problem, count, stream, params);
   using Params = decltype(params(plan));
-  runtime::with_constant<4, 8, 16, 32>(plan.warps, [&]<int kWarps>() {
-    runtime::launch(name, lightning_indexer_select_sampled<kWarps, Params>,
-                    runtime::shape_of_ctas(count, 32 * kWarps, SampledSelectStorage::bytes(problem.s_kv)), stream,
-                    params(plan));
-  });
+  const auto kernel = plan.warps == 4    ? lightning_indexer_select_sampled<4, Params>
+                      : plan.warps == 8  ? lightning_indexer_select_sampled<8, Params>
+                      : plan.warps == 16 ? lightning_indexer_select_sampled<16, Params>
+                                         : lightning_indexer_select_sampled<32, Params>;
+  runtime::launch(name, kernel,
+                  runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
+                  params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -226,12 +226,12 @@ template <class Storage>
 HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
                                      const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
                                      float (&scale)[2]) {
-  const int first = tile::wgmma_row();
+  const int lane = arch::lane_index(), first = tile::wgmma_row();
   float sum[2];
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     sum[r] = tile::sum_of_quad(state.sum[r]);
-    if (tile::quad_lane() == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = state.max[r];
+    if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = state.max[r];
   }
   tile::arrive_warp(s.sums_full);
   arch::mbarrier_wait(s.sums_full, parity);
@@ -241,7 +241,7 @@ HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, St
     const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
     const float lse = tile::lse_of(state.row_max[r], total), max = tile::max_or_nan(both, total);
     scale[r] = output_scale(p, head_with_sink(p, head), 1, total, lse);
-    if (self == 0 && tile::quad_lane() == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
+    if (self == 0 && lane % 4 == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
   }
 }
 
