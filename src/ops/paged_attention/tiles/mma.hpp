@@ -175,8 +175,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         HOPWELL_UNROLL
         for (int i = 0; i < kD / 8; ++i) {
           const float value = out[b][i / 2][i % 2 * 2 + e];
-          if (const int d = 8 * i + tile::fragment_row(lane); d < p.query.d)
-            from_fp32(mean_of(sum, value), row_begin + d);
+          if (8 * i + tile::fragment_row(lane) < p.query.d)
+            from_fp32(mean_of(sum, value), row_begin + 8 * i + tile::fragment_row(lane));
           infinite |= value * 0 != 0 ? 1U << i : 0;
         }
         if (tile::fragment_row(lane) == 0 && p.output.lse)
