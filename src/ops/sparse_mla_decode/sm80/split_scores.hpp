@@ -243,7 +243,7 @@ HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scal
 template <class Config>
 HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q) {
   using Row = typename Config::Row;
-  const int warp = arch::warp_index();
+  const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const bool plain = Row::is_plain(warp);
   bool exact = true;
   float scale[Row::kScales] = {};
@@ -269,8 +269,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i)
-        s.scores[warp][8 * j + tile::fragment_column() + i % 2][key + tile::fragment_row() + i / 2 * 8] = shares[j][i];
+      for (int i = 0; i < 4; ++i) s.scores[warp][8 * j + 2 * t + i % 2][key + g + i / 2 * 8] = shares[j][i];
     }
   }
   return exact;
