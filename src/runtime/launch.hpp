@@ -18,6 +18,7 @@
 
 #include "arch/launch.hpp"
 #include "runtime/device.hpp"
+#include "runtime/with_constant.hpp"
 
 #define HOPWELL_TEXT(x) HOPWELL_TEXT_OF(x)
 #define HOPWELL_TEXT_OF(x) #x

@@ -15,18 +15,15 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   return plan_of(p);
 }
 
-template <int kDqk>
-void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) {
+void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
+  if (problem.s_q == 0 || problem.topk == 0) return;
   constexpr auto kSwizzle = arch::Swizzle::bytes128;
   const GatherParams p{params_of(problem, plan), tile::map_of_rows(problem.kv, problem.q, 64, kSwizzle),
                        tile::map_of(problem.q, {{2, 64}, {1, kHeadsAtATime}, {0, 1}}, kSwizzle)};
-  runtime::launch("attention_distribution", attention_distribution_sm100<kDqk>,
-                  runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
-}
-
-void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
-  if (problem.s_q == 0 || problem.topk == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    runtime::launch("attention_distribution", attention_distribution_sm100<kDqk>,
+                    runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
+  });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

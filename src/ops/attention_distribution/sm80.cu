@@ -14,25 +14,16 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   return plan_of(p);
 }
 
-template <int kHeadWarps>
-void launch_with_warps(const Params& p, Stream stream) {
-  runtime::launch(
-      "attention_distribution",
-      p.d_qk > 512 ? attention_distribution_sm80<576, kHeadWarps> : attention_distribution_sm80<512, kHeadWarps>,
-      runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
-}
-
 void launch(const Problem& problem, const Plan& plan, void* /*workspace*/, Stream stream) {
   if (problem.s_q == 0 || problem.topk == 0) return;
   const Params p = params_of(problem, plan);
-  if (p.h_q > 64)
-    launch_with_warps<8>(p, stream);
-  else if (p.h_q > 32)
-    launch_with_warps<4>(p, stream);
-  else if (p.h_q > 16)
-    launch_with_warps<2>(p, stream);
-  else
-    launch_with_warps<1>(p, stream);
+  const int head_warps = p.h_q > 64 ? 8 : p.h_q > 32 ? 4 : p.h_q > 16 ? 2 : 1;
+  runtime::with_constant<8, 4, 2, 1>(head_warps, [&]<int kHeadWarps>() {
+    runtime::launch(
+        "attention_distribution",
+        p.d_qk > 512 ? attention_distribution_sm80<576, kHeadWarps> : attention_distribution_sm80<512, kHeadWarps>,
+        runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
+  });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -27,20 +27,16 @@ auto kernel_of(bool alternate, bool ordered) {
   return alternate ? attention_distribution_sm90<kDqk, true, false> : attention_distribution_sm90<kDqk, false, false>;
 }
 
-template <int kDqk>
-void launch_with_width(const Problem& problem, const OrderedPlan& plan, void* workspace, Stream stream) {
+void launch(const Problem& problem, const OrderedPlan& plan, void* workspace, Stream stream) {
+  if (problem.s_q == 0 || problem.topk == 0) return;
   Params p = params_of(problem, plan.tiles);
   p.aligned = is_aligned(p, problem);
   const bool ordered = plan.ordering.orders_rows && workspace != nullptr;
   if (ordered) order_rows(problem, plan.ordering, p, workspace, stream);
-  runtime::launch("attention_distribution", kernel_of<kDqk>(p.plan.alternate, ordered),
-                  runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
-}
-
-void launch(const Problem& problem, const OrderedPlan& plan, void* workspace, Stream stream) {
-  if (problem.s_q == 0 || problem.topk == 0) return;
-  const auto launch_it = problem.d_qk == 576 ? launch_with_width<576> : launch_with_width<512>;
-  launch_it(problem, plan, workspace, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    runtime::launch("attention_distribution", kernel_of<kDqk>(p.plan.alternate, ordered),
+                    runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
+  });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -58,16 +58,9 @@ void launch_groups(const PassProblem& problem, const Plan& plan, void* workspace
 
 template <bool kRelu>
 void launch_as(const PassProblem& problem, const Plan& plan, void* workspace, Stream stream) {
-  switch (plan.group_rows) {
-    case 16:
-      return launch_groups<kRelu, 16>(problem, plan, workspace, stream);
-    case 32:
-      return launch_groups<kRelu, 32>(problem, plan, workspace, stream);
-    case 64:
-      return launch_groups<kRelu, 64>(problem, plan, workspace, stream);
-    default:
-      break;
-  }
+  if (plan.group_rows > 0)
+    return runtime::with_constant<16, 32, 64>(
+        plan.group_rows, [&]<int kRows>() { launch_groups<kRelu, kRows>(problem, plan, workspace, stream); });
   EntryParams p{params_of<bf16>(problem, plan, workspace, ScoreConfig::kWarps), nullptr, plan.head_tiles,
                 entry_tiles(problem)};
   p.positive = runtime::at_offset<std::uint32_t>(workspace, plan.workspace.positive);

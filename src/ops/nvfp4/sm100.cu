@@ -96,16 +96,8 @@ void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
 
 template <class T>
 void launch_product(const Product& p, const Result<T>& result, Stream stream) {
-  switch (columns_of_tile(p.columns)) {
-    case 8:
-      return launch_tiles<8>(p, result, stream);
-    case 32:
-      return launch_tiles<32>(p, result, stream);
-    case 128:
-      return launch_tiles<128>(p, result, stream);
-    default:
-      return launch_tiles<256>(p, result, stream);
-  }
+  runtime::with_constant<8, 32, 128, 256>(columns_of_tile(p.columns),
+                                          [&]<int kColumns>() { launch_tiles<kColumns>(p, result, stream); });
 }
 
 // ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------

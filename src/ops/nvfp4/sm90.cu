@@ -108,20 +108,12 @@ runtime::PlanOr<Plan> plan_linear(const LinearProblem& p) {
 
 template <class T>
 void launch_plan(const LinearProblem& p, const Plan& plan, const T* x, void* workspace, Stream stream) {
-  switch (plan.columns) {
-    case 8:
-      return launch_few_columns<8>(p, plan, x, stream);
-    case 16:
-      return launch_few_columns<16>(p, plan, x, stream);
-    case 32:
-      return launch_many_columns<32>(p, plan, x, workspace, stream);
-    case 64:
-      return launch_many_columns<64>(p, plan, x, workspace, stream);
-    case 96:
-      return launch_many_columns<96>(p, plan, x, workspace, stream);
-    default:
-      return launch_many_columns<128>(p, plan, x, workspace, stream);
-  }
+  runtime::with_constant<8, 16, 32, 64, 96, 128>(plan.columns, [&]<int kColumns>() {
+    if constexpr (kColumns <= 16)
+      launch_few_columns<kColumns>(p, plan, x, stream);
+    else
+      launch_many_columns<kColumns>(p, plan, x, workspace, stream);
+  });
 }
 
 void launch_linear(const LinearProblem& p, const Plan& plan, void* workspace, Stream stream) {

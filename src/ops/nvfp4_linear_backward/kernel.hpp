@@ -20,6 +20,7 @@
 #include "arch/sm80/async_copy.hpp"
 #include "ops/nvfp4/kernels/scaled_weights.hpp"
 #include "ops/nvfp4_linear_backward/plan.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::nvfp4_linear_backward::HOPWELL_TARGET {
 
@@ -97,7 +98,7 @@ HOPWELL_DEVICE void copy_stage(const Params<T>& p, const Tile& tile, int row, St
 // block on, and columns 4 g + j.
 template <class T, int kBlocks>
 HOPWELL_DEVICE void multiply_stage(const Stage<kBlocks>& stage, int warp, float (&sums)[kBlocks][4][4]) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const int lane = arch::lane_index(), g = tile::fragment_row(), t = tile::quad_lane();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {  // 32 rows of weights
     const unsigned char* const scale = stage.scales + (32 * half + lane / 2 * 2) * 16 + 2 * warp + lane % 2;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocks == 4 ? 1 : 2)
   constexpr int kStages = Config::kStages, kStageRows = Config::kStageRows;
   auto& stages = arch::dynamic_smem<Stage<kBlocks>[kStages]>();
   const Tile tile = tile_of<kBlocks>(p);
-  const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const int begin = tile.first_chunk * p.chunk, left = p.rows - begin;
   const int rows = left < tile.chunks * p.chunk ? left : tile.chunks * p.chunk;
   const int count = (rows + kStageRows - 1) / kStageRows, of_chunk = p.chunk / kStageRows;

@@ -28,8 +28,8 @@ void launch_with_width(const Problem& problem, const Plan& plan, void* workspace
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   run_call(problem, plan, workspace, stream, [&] {
-    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, workspace, stream)
-                        : launch_with_width<512>(problem, plan, workspace, stream);
+    runtime::with_constant<576, 512>(problem.d_qk,
+                                     [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, workspace, stream); });
   });
 }
 

@@ -26,11 +26,10 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
 }
 
 void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const auto launch = [&]<int kDqk>() {
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
     launch_main<sparse_mla_bwd_sm90_single<kDqk, 4, false, false, true, Params>>(
         problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
-  };
-  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
+  });
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {

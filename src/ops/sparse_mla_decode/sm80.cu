@@ -36,21 +36,18 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   return Plan{std::nullopt, plan, plan.workspace_bytes};
 }
 
-template <int kDqk>
-void launch_with_width(const Problem& problem, const forward::Problem& f, Stream stream) {
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(f.s_q),
-                                         static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
-                                .threads = Config::kThreads,
-                                .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
-  runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::sparse_mla_fwd_sm80<kDqk, PagedParams>, shape, stream,
-                  params_of(problem, f));
-}
-
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.b == 0) return;
   if (!plan.problem) return launch_splits(problem, plan.splits, workspace, stream);
   const forward::Problem& f = *plan.problem;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, f, stream) : launch_with_width<512>(problem, f, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(f.s_q),
+                                           static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
+                                  .threads = Config::kThreads,
+                                  .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
+    runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::sparse_mla_fwd_sm80<kDqk, PagedParams>, shape, stream,
+                    params_of(problem, f));
+  });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

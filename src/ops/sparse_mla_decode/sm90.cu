@@ -53,10 +53,8 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   const auto& [f, forward_plan] = *plan.forward;
   PagedParams p = params_of(problem, f);
   p.aligned = p.aligned && has_chunk_offsets(problem.keys.cache, problem.d_qk);
-  if (problem.d_qk == 576)
-    forward::HOPWELL_TARGET::launch_for_heads<576>(f, forward_plan, p, stream);
-  else
-    forward::HOPWELL_TARGET::launch_for_heads<512>(f, forward_plan, p, stream);
+  runtime::with_constant<576, 512>(
+      problem.d_qk, [&]<int kDqk>() { forward::HOPWELL_TARGET::launch_for_heads<kDqk>(f, forward_plan, p, stream); });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -48,7 +48,7 @@ void launch_with_width(const Problem& problem, Stream stream) {
 
 void launch(const Problem& problem, Stream stream) {
   if (problem.s_q == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() { launch_with_width<kDqk>(problem, stream); });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -20,23 +20,20 @@ runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   return runtime::NoPlan{};
 }
 
-template <int kDqk>
-void launch_with_width(const Problem& problem, Stream stream) {
-  const arch::LaunchShape shape{
-      .grid = {static_cast<std::uint32_t>(problem.s_q),
-               static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
-      .threads = Config::kThreads,
-      .shared_bytes = sizeof(SharedStorage<kDqk>)};
-  constexpr const char* kName = "sparse_mla_forward";
-  if (problem.window)
-    runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream, params_with_window(problem));
-  else
-    runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem));
-}
-
 void launch(const Problem& problem, Stream stream) {
   if (problem.s_q == 0 || problem.h_q == 0) return;
-  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    const arch::LaunchShape shape{
+        .grid = {static_cast<std::uint32_t>(problem.s_q),
+                 static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
+        .threads = Config::kThreads,
+        .shared_bytes = sizeof(SharedStorage<kDqk>)};
+    constexpr const char* kName = "sparse_mla_forward";
+    if (problem.window)
+      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream, params_with_window(problem));
+    else
+      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem));
+  });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

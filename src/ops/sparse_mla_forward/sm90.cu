@@ -63,8 +63,8 @@ void launch_with_width(const Problem& problem, const Plan& plan, void* workspace
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
   if (problem.window) return launch_with_window(problem, plan, stream);
-  const auto launch_it = problem.d_qk == 576 ? launch_with_width<576> : launch_with_width<512>;
-  launch_it(problem, plan, workspace, stream);
+  runtime::with_constant<576, 512>(problem.d_qk,
+                                   [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, workspace, stream); });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

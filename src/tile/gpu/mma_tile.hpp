@@ -7,8 +7,8 @@
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
-#include "arch/sm80/threads.hpp"
 #include "tile/gpu/bf16_split.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::tile {
 
@@ -54,7 +54,7 @@ struct MmaRows {
 template <bool kWhole, int kTheTerms, int kM, int kN, int kRows>
 HOPWELL_DEVICE void multiply(float (&d)[kN][kM][4], const MmaRows<kTheTerms> (&a)[kM],
                              const MmaTile<kTheTerms, kRows>& tile, int first, int column_blocks) {
-  const uint32_t g = uint32_t(arch::lane_index()) / 4, t = uint32_t(arch::lane_index()) % 4;
+  const auto lane = uint32_t(arch::lane_index()), g = fragment_row(lane), t = quad_lane(lane);
   HOPWELL_UNROLL
   for (int block = 0; block < kColumnBlocks; ++block) {
     if (!kWhole && block >= column_blocks) break;

@@ -1,8 +1,7 @@
 // A tile of scores of 64 heads and 64 keys in the accumulators of a warpgroup's wgmma: mask, maximum, exponentials,
 // sums, and P as A fragments of the products with V.
 //
-// A thread has rows (heads) lane / 4 and lane / 4 + 8 of its warp's 16. Its score i is in row i / 2 % 2 of them and in
-// column 8 · (i / 4) + 2 · (lane % 4) + i % 2. The sum of a tile is
+// A thread has two rows (heads) of its warp's 16 (fragment.hpp). The sum of a tile is
 //
 //     Σ over keys 16 w + 8 j + 2 c + b: over j, then b, then w in pairs, for each c
 #pragma once
@@ -10,6 +9,7 @@
 #include <cmath>
 
 #include "arch/sm90/cluster.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/softmax.hpp"
 #include "tile/gpu/warp.hpp"
@@ -34,7 +34,7 @@ struct TileMask {
 /// kMostlyPartial: almost no tile is complete.
 template <bool kMostlyPartial, class Mask>
 HOPWELL_DEVICE float tile_row_max(float scale_log2, const Mask& mask, float (&scores)[32], float (&max)[2]) {
-  const int column = arch::lane_index() % 4 * 2;
+  const int column = fragment_column();
   float unit = scale_log2;
   if (kMostlyPartial && scale_log2 > 0) {
     HOPWELL_UNROLL

@@ -98,8 +98,8 @@ struct KeyLoader {
   }
 };
 
-// A warp's 16 heads: this lane's chunks of heads lane / 4 and lane / 4 + 8, and their lse in units of log 2. Padding
-// heads are zeros, with lse +inf.
+// A warp's 16 heads: this lane's chunks of two of them, the rows of its fragments, and their lse in units of log 2.
+// Padding heads are zeros, with lse +inf.
 template <int kColumns>
 struct Heads {
   Rows q[kSlabs<kColumns>][1];
@@ -109,12 +109,12 @@ struct Heads {
     const tile::RowMajor<bf16> rows{p.q + query * p.q_stride_s, p.q_stride_h, p.d_qk, true};
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int head = first + 8 * half + arch::lane_index() / 4;
+      const int head = first + 8 * half + tile::fragment_row();
       const bool exists = head < p.h_q;
       lse[half] = lse_of(p, query, head);
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns / kBlockColumns; ++i) {
-        const int column = kBlockColumns * i + arch::lane_index() % 4 * 8;
+        const int column = kBlockColumns * i + 8 * tile::quad_lane();
         q[i / kColumnBlocks][0].chunk[i % kColumnBlocks][half] =
             exists ? rows.chunk(rows.data + head * rows.stride, column) : tile::Chunk<1>{};
       }
@@ -168,7 +168,6 @@ struct SharedSums {
 // +inf give 0, because the scores of padding heads are NaN if a key has infinities.
 template <int kN>
 HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const float (&lse)[2], float* sums) {
-  const int lane = arch::lane_index();
   float c[2 * kN];
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kN; ++i) {
@@ -184,7 +183,7 @@ HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const f
   shared.share<4>(c);
   HOPWELL_UNROLL
   for (int i = 0; i < (kN < 8 ? 1 : 2); ++i)
-    if (shared.writes) sums[(shared.first + i) / 2 * 8 + lane % 4 * 2 + (shared.first + i) % 2] = c[i];
+    if (shared.writes) sums[(shared.first + i) / 2 * 8 + tile::fragment_column() + (shared.first + i) % 2] = c[i];
 }
 
 // Executed by warp 0: adds the sums of the warps' heads in a fixed order to the sums of earlier heads, and writes.

@@ -30,6 +30,7 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/attention_distribution/params.hpp"
 #include "ops/attention_distribution/store.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/warp.hpp"
@@ -181,9 +182,9 @@ HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16]
   slot.release(2, arrivals);
 }
 
-// lse of a thread's two heads, rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// lse of a thread's two heads, rows of its accumulators.
 HOPWELL_DEVICE void load_lse(const Params& p, int64_t query, int first_head, float (&lse)[2]) {
-  const int head = first_head + arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  const int head = first_head + tile::wgmma_row();
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) lse[r] = lse_of(p, query, head + 8 * r);
 }
@@ -213,7 +214,7 @@ HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const flo
   tile::share_sums(c, 2, 4, arch::lane_index() & 4);
   slot.wait_empty();
   const int group = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
-  float* sums = s.sums[slot.stage()][warp] + 8 * group + lane % 4 * 2;
+  float* sums = s.sums[slot.stage()][warp] + 8 * group + tile::fragment_column(lane);
   sums[0] = c[0], sums[1] = c[1];
   slot.commit();
 }

@@ -117,7 +117,7 @@ struct QueryLoader {
 // Loads this lane's keys.
 template <class T, class Params>
 HOPWELL_DEVICE void load_keys(const Params& p, int first, MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>]) {
-  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   HOPWELL_UNROLL
   for (int m = 0; m < kTilesM<T>; ++m) {
     HOPWELL_UNROLL
@@ -136,12 +136,11 @@ HOPWELL_DEVICE void load_keys(const Params& p, int first, MmaRows<kSplitTerms<T>
 template <bool kWhole, bool kRelu, int kN, class T>
 HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
                               const MmaRows<kSplitTerms<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
-  const int t = arch::lane_index() % 4;
   float d[kN][kTilesM<T>][4] = {};
   tile::multiply<kWhole>(d, keys, s.q[stage], row, p.column_blocks);
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kN; ++i) {
-    const int column = i / 2 * 8 + 2 * t + i % 2;
+    const int column = i / 2 * 8 + tile::fragment_column() + i % 2;
     const float weight = s.weights[stage][row + column];
     if (heads < 8 * kN && column >= heads) continue;  // the product of a padding head may be NaN
     HOPWELL_UNROLL
@@ -157,7 +156,7 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
 template <class T>
 HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale, bool exists,
                                  const float (&sums)[kTilesM<T>][2]) {
-  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kTilesM<T>; ++i) {
     const float sum = tile::sum_of_quad(sums[i / 2][i % 2]);
@@ -181,7 +180,7 @@ HOPWELL_DEVICE void score_part(Params p, ScoreStorage<T>& s, const ScorePart par
   }
   MmaRows<kSplitTerms<T>> keys[kTilesM<T>];
   load_keys<T>(p, first_key, keys);
-  const int stored_key = first_key + arch::lane_index() % 4 * 8 + arch::lane_index() / 4;
+  const int stored_key = first_key + 8 * tile::quad_lane() + tile::fragment_row();
   const float scale = scale_of_key<T>(p, stored_key);
   const bool exists = has_key(p, stored_key);
   float sums[kTilesM<T>][2] = {};

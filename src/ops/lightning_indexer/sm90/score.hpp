@@ -35,6 +35,7 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer/score_task.hpp"
 #include "runtime/launch.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/tensor_map.hpp"
@@ -287,7 +288,7 @@ struct StoredKey {
   /// Its number among the keys of the warpgroup.
   static HOPWELL_DEVICE int row() {
     const int lane = arch::lane_index();
-    return lane / 2 % 2 * ScoreConfig<T>::kRows + arch::warp_index() % 4 * 16 + lane / 4 + lane % 2 * 8;
+    return lane / 2 % 2 * ScoreConfig<T>::kRows + tile::wgmma_row() + lane % 2 * 8;
   }
   HOPWELL_DEVICE void store(const ScoreTask& p, int query, const Sums (&sums)[2]) const {
     const int lane = arch::lane_index();
@@ -317,7 +318,7 @@ template <int kHeads, bool kRelu, class T>
 HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const HeadWeights& weights,
                               const TileCursor& at, const StoredKey<T>& stored, Sums (&sums)[2]) {
   const QueryTiles tiles = query_tiles<kHeads>(p);
-  const int heads = p.heads - at.head_tile * kHeadTile, lane_of_quad = arch::lane_index() % 4;
+  const int heads = p.heads - at.head_tile * kHeadTile, lane_of_quad = tile::quad_lane();
   HOPWELL_UNROLL
   for (int block = 0; block < 8; ++block) {
     const HeadWeights::Four four = weights.of_lane[lane_of_quad][block / 2];

@@ -32,7 +32,7 @@ HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kSp
     HOPWELL_UNROLL
     for (int block = 0; block < kColumnBlocks; ++block) {
       to.chunk[block][half] = keys[half] >= 0 && block < p.column_blocks
-                                  ? p.k.chunk(row, 32 * block + arch::lane_index() % 4 * 8)
+                                  ? p.k.chunk(row, 32 * block + 8 * tile::quad_lane())
                                   : Chunk<kSplitTerms<T>>{};
     }
   }

@@ -40,7 +40,7 @@ HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, const tile::Entries& a
   EntryPair entries{};
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int entry = first + 8 * half + arch::lane_index() / 4;
+    const int entry = first + 8 * half + tile::fragment_row();
     const int key = all.at(entry);
     const float g = entry < all.length ? gradients[entry] : no_score();
     entries.keys[half] = has_score(g) ? key : -1, entries.g[half] = has_score(g) ? g : 0;
@@ -66,7 +66,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, GradientStorage<T>& s, int qu
 template <bool kRelu, class T>
 HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, const EntryPair& entries, int heads,
                                   float (&d_weights)[4][2]) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   const int first_entry = arch::warp_index() % 2 * 16, side = arch::warp_index() / 2;
   MmaRows<kSplitTerms<T>> rows[1];
   gather(p, entries.keys, rows[0]);
@@ -146,7 +146,7 @@ HOPWELL_DEVICE void add_to_key(const Params<T>& p, int key, int column, float lo
 // dk of 16 entries, half of the columns.
 template <class T>
 HOPWELL_DEVICE void add_d_k(const Params<T>& p, const GradientStorage<T>& s, const EntryPair& entries, int heads) {
-  const int lane = arch::lane_index(), t = lane % 4, first_entry = arch::warp_index() % 2 * 16;
+  const int lane = arch::lane_index(), first_entry = arch::warp_index() % 2 * 16;
   const int side = arch::warp_index() / 2;
   uint32_t a[4][4];
   HOPWELL_UNROLL
@@ -168,7 +168,7 @@ HOPWELL_DEVICE void add_d_k(const Params<T>& p, const GradientStorage<T>& s, con
       const float g = entries.g[half];
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const int at = 32 * block + 16 * side + 8 * i + 2 * t;
+        const int at = 32 * block + 16 * side + 8 * i + tile::fragment_column();
         if (at < p.columns) add_to_key(p, entries.keys[half], at, g * d[i][2 * half], g * d[i][2 * half + 1]);
       }
     }
@@ -195,15 +195,14 @@ HOPWELL_DEVICE void add_d_q(const Params<T>& p, const GradientStorage<T>& s, flo
 template <class T>
 HOPWELL_DEVICE void store_d_q(const Params<T>& p, const GradientStorage<T>& s, int query, int first,
                               const float (&d_q)[kColumnBlocks * 2][2][4]) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = 16 * arch::warp_index() + 8 * half + g, head = first + row;
+    const int row = 16 * arch::warp_index() + 8 * half + tile::fragment_row(), head = first + row;
     if (head >= p.heads) continue;
     T* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
     HOPWELL_UNROLL
     for (int i = 0; i < kColumnBlocks * 8; ++i) {
-      const int column = i / 2 * 8 + 2 * t + i % 2;
+      const int column = i / 2 * 8 + tile::fragment_column() + i % 2;
       const float sum = d_q[i / 4][i / 2 % 2][2 * half + i % 2];
       if (column < p.columns) tile::from_fp32(weighted(s.weights[row], sum), to + column);
     }

@@ -38,7 +38,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query
 template <bool kRelu, class T>
 HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const tile::Entries& entries, int query,
                                int first_entry, int first_head) {
-  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   const int keys[2] = {entries.key(first_entry + g), entries.key(first_entry + 8 + g)};
   MmaRows<kSplitTerms<T>> rows[1];
   gather(p, keys, rows[0]);
@@ -49,7 +49,7 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
     tile::multiply<false>(d, rows, s.q, head, p.column_blocks);
     HOPWELL_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const int column = head + i / 4 * 8 + 2 * t + i % 2;
+      const int column = head + i / 4 * 8 + tile::fragment_column() + i % 2;
       const float dot = d[i / 4][0][i % 4], term = s.weights[column] * (kRelu ? tile::relu(dot) : dot);
       sums[i / 2 % 2] += column < heads ? term : 0;
     }

@@ -7,6 +7,7 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer_backward/params.hpp"
 #include "tile/gpu/dependency.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/ring.hpp"
 
@@ -16,9 +17,9 @@ constexpr int kTileEntries = tile::kTileRows, kSteps = 128 / 16;
 constexpr uint32_t kTileBytes = 2 * tile::kPanelBytes;
 
 // Signs of the products of a tile's 64 entries with 64 heads: one bit each, computed with the scores and stored for the
-// gradients. Words 32 w to 32 w + 31 hold the 16 entries of warp w. A lane's word has its 32 accumulators: accumulator
-// i (entry lane / 4, or 8 more; head 8 (i / 4) + 2 (lane % 4), or one more) is bit 7 − i / 4 + 16 (i / 2 % 2) + 8 (i %
-// 2). So a shift by i / 4 moves the bits of all entries and heads of that block to the sign bits of the word's bytes.
+// gradients. Words 32 w to 32 w + 31 hold the 16 entries of warp w. A lane's word has its 32 accumulators of wgmma
+// (rows: entries, columns: heads): accumulator i is bit 7 − i / 4 + 16 (i / 2 % 2) + 8 (i % 2). So a shift
+// by i / 4 moves the bits of all entries and heads of that block to the sign bits of the word's bytes.
 constexpr int kPositiveWords = 128;
 HOPWELL_DEVICE uint32_t positive_bits(const float (&products)[32]) {
   uint32_t bits = 0;

@@ -46,13 +46,13 @@ struct StagedRows {
   struct alignas(2 * sizeof(T)) Pair {
     T low, high;
   };
-  // Stores kCount blocks of eight columns. pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more, of
-  // this lane's row lane / 4, or of the row 8 further on. A block has the same banks in every row, so lanes of adjacent
-  // rows store different blocks at the same time.
+  // Stores kCount blocks of eight columns. pair_of(half, block): columns 8 · block + fragment_column() and one more,
+  // of row fragment_row(), or of the row 8 further on. A block has the same banks in every row, so adjacent rows store
+  // different blocks at the same time.
   template <class T, int kCount, class PairOf>
   HOPWELL_DEVICE void store(const PairOf& pair_of) {
     constexpr int kTurns = 16 / sizeof(T);  // number of rows whose blocks cover all banks
-    const int lane = arch::lane_index(), turn = lane / 4 % kTurns;
+    const int turn = tile::fragment_row() % kTurns;
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * kCount; i += kTurns) {
       const int half = i / kCount, first = i % kCount;
@@ -70,8 +70,9 @@ struct StagedRows {
       }
       HOPWELL_UNROLL
       for (int block = 0; block < kTurns; ++block)
-        *reinterpret_cast<Pair<T>*>(rows[8 * half + lane / 4] +
-                                    sizeof(T) * (8 * (first + (block ^ turn)) + lane % 4 * 2)) = pairs[block];
+        *reinterpret_cast<Pair<T>*>(rows[8 * half + tile::fragment_row()] +
+                                    sizeof(T) * (8 * (first + (block ^ turn)) + tile::fragment_column())) =
+            pairs[block];
     }
   }
   // Lane l adds row l, if the row has a key.
@@ -126,8 +127,8 @@ HOPWELL_DEVICE Positive positive_entries(const EntryTile& tile, uint32_t ones) {
 // 64 heads × 64 entries: entries 2t and 2t + 1 of a block of eight have their bits in two words, at the same position.
 HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
   Positive a;
-  const int lane = arch::lane_index(), warp = arch::warp_index() % 4, head = lane / 4;
-  const uint32_t* const words = tile.positive + lane % 4 * 8 + head / 2;
+  const int warp = arch::warp_index() % 4, head = tile::fragment_row();
+  const uint32_t* const words = tile.positive + 8 * tile::quad_lane() + head / 2;
   const uint32_t selector = 0xcc88U + uint32_t(head % 2) * 0x1111U;
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
@@ -155,8 +156,7 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept,
   HOPWELL_UNROLL
   for (int split_term = kGradientTerms - 1; split_term >= 0; --split_term) {
     uint32_t a[4][4];
-    const auto* const of_lane =
-        reinterpret_cast<const arch::Words4*>(split_terms[split_term] + arch::lane_index() % 4 * 8);
+    const auto* const of_lane = reinterpret_cast<const arch::Words4*>(split_terms[split_term] + 8 * tile::quad_lane());
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {  // of the tile
       const arch::Words4 pairs = of_lane[half];
@@ -281,7 +281,7 @@ HOPWELL_DEVICE float sum_of_entries(const Params<bf16>& p, int query, int head, 
 template <bool kRelu>
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
                                 const tile::Entries& entries, const float (&d_q)[64]) {
-  const int lane = arch::lane_index(), t = lane % 4, head = first + arch::warp_index() % 4 * 16 + lane / 4;
+  const int t = tile::quad_lane(), head = first + tile::wgmma_row();
   const bool any_nan = s.any_nan[0] || s.any_nan[1] || s.any_nan[2] || s.any_nan[3];
   const auto weight_of = [&](int head) {
     return head < p.heads ? tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head) : 0;
@@ -368,8 +368,8 @@ HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s,
     const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16;
     slot.wait_full();
     const Positive ones = kRelu ? positive_entries(entries, kOnes) : all_positive(kOnes);
-    const int keys[2] = {entries.key[first + lane / 4], entries.key[first + 8 + lane / 4]};
-    const float g[2] = {entries.g[first + lane / 4], entries.g[first + 8 + lane / 4]};
+    const int row = first + tile::fragment_row(), keys[2] = {entries.key[row], entries.key[row + 8]};
+    const float g[2] = {entries.g[row], entries.g[row + 8]};
     const int key = lane < 16 ? entries.key[first + lane] : -1;
     slot.release();
     float d_k[64];

@@ -63,7 +63,7 @@ template <bool kRelu>
 HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEntries], const float (&scores)[32]) {
   HOPWELL_UNROLL
   for (int i = 0; i < 16; ++i) {
-    const FloatPair of_entries = pair_at(g + i / 2 * 8 + arch::lane_index() % 4 * 2);
+    const FloatPair of_entries = pair_at(g + i / 2 * 8 + tile::fragment_column());
     HOPWELL_UNROLL
     for (int odd = 0; odd < 2; ++odd) {
       const float of_entry = of_entries.of[odd], score = scores[2 * i + odd];
@@ -88,8 +88,8 @@ HOPWELL_DEVICE void multiply_split(float (&d_q)[64], const float (&scores)[32],
     uint32_t a[4][4];
     HOPWELL_UNROLL
     for (int i = 0; i < 16; ++i)
-      a[i / 4][i % 4] = mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) &
-                        split_terms[split_term][i / 2 * 4 + arch::lane_index() % 4];
+      a[i / 4][i % 4] =
+          mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) & split_terms[split_term][i / 2 * 4 + tile::quad_lane()];
     start_term(d_q, a, rows);
     if (split_term < kGradientTerms - 1 && split_term > 0)
       arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
@@ -102,8 +102,8 @@ HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage
   const int thread = arch::thread_index_anew();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = block * kHeadTile + thread % 128 / 32 * 16 + 8 * half + thread % 32 / 4;
-    store_head(p, s.weights[row], group.first + member, row % kRows, half, thread % 4, d_q,
+    const int row = block * kHeadTile + tile::wgmma_row_of(thread) + 8 * half;
+    store_head(p, s.weights[row], group.first + member, row % kRows, half, tile::quad_lane(thread), d_q,
                tile::sum_of_quad(d_weights[half]));
   }
 }
@@ -140,15 +140,14 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
 // This lane's keys of a tile: `own` and 8 further on; and the key that it adds, among its warp's 16, if the lane index
 // is below 16.
 struct EntryRows {
-  int first = arch::warp_index() % 4 * 16, own = first + arch::lane_index() / 4,
-      added = first + arch::lane_index() % 16;
+  int first = arch::warp_index() % 4 * 16, own = first + tile::fragment_row(), added = first + arch::lane_index() % 16;
   bool adds = arch::lane_index() < 16;
 
   // Signs of the products of a key of this lane (`half`: the key 8 further on) with rows 2t and 2t + 1 (`upper`: of the
   // upper half of the step's rows): bits 0 and 4.
   template <int kQueries>
   HOPWELL_DEVICE uint32_t positive(const GroupTile<kQueries>& tile, int step, int half, int upper) const {
-    return tile.positive[first / 8 + half][step][own % 2][upper] >> (arch::lane_index() % 4 * 8 + own % 8 / 2);
+    return tile.positive[first / 8 + half][step][own % 2][upper] >> (8 * tile::quad_lane() + own % 8 / 2);
   }
 };
 
@@ -173,7 +172,7 @@ HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
     HOPWELL_UNROLL
     for (int split_term = 0; split_term < kGradientTerms; ++split_term)
       a.of_term[split_term][i] =
-          mask & s.weight_terms[step / 4][split_term][step % 4 * 8 + 4 * upper + arch::lane_index() % 4];
+          mask & s.weight_terms[step / 4][split_term][step % 4 * 8 + 4 * upper + tile::quad_lane()];
   }
   return a;
 }
@@ -188,7 +187,7 @@ HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
   for (int i = 0; i < 4; ++i) {
     const int half = i % 2, upper = i / 2;
     const float given = tile.g[step * 16 / kRows][rows.own + 8 * half], g = has_score(given) ? given : 0;
-    const FloatPair weights = pair_at(s.weights + 16 * step + 8 * upper + arch::lane_index() % 4 * 2);
+    const FloatPair weights = pair_at(s.weights + 16 * step + 8 * upper + tile::fragment_column());
     float low = g * weights.of[0], high = g * weights.of[1];
     if constexpr (kRelu) {
       const uint32_t bits = rows.positive(tile, step, half, upper) | (g != g ? 0xffffffffU : 0);

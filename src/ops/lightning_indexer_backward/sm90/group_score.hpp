@@ -30,8 +30,8 @@ template <bool kRelu, int kRows>
 HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<kRows>& s, const Group& group,
                                  const QuerySet& set, int tile, int block, const float (&d)[32]) {
   constexpr int kQueries = kHeadTile / kRows;
-  const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1;
-  const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
+  const int t = tile::quad_lane(), odd = arch::lane_index() & 1;
+  const int entry = tile * kTileEntries + tile::wgmma_row() + 8 * odd;
   HOPWELL_UNROLL
   for (int of_block = 0; of_block < kQueries; ++of_block) {
     const int member = block * kQueries + of_block;

@@ -34,7 +34,7 @@ template <bool kRelu, bool kAllHeads>
 HOPWELL_DEVICE void weigh(float (&sums)[2], const ScoreStorage& s, int heads, const float (&d)[32]) {
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) {
-    const int column = i / 4 * 8 + 2 * (arch::lane_index() % 4) + i % 2;
+    const int column = i / 4 * 8 + tile::fragment_column() + i % 2;
     const float term = s.weights[column] * (kRelu ? arch::max_nan(d[i], 0) : d[i]);
     sums[i / 2 % 2] += kAllHeads || column < heads ? term : 0;  // the product of a padding head may be NaN
   }
@@ -44,7 +44,7 @@ HOPWELL_DEVICE void weigh(float (&sums)[2], const ScoreStorage& s, int heads, co
 template <bool kRelu>
 HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, float* scores, int entries, int tile,
                                const int (&keys)[2], int first_head, const float (&d)[32]) {
-  const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
+  const int t = tile::quad_lane(), odd = arch::lane_index() & 1, heads = p.heads - first_head;
   float sums[2] = {0, 0};
   if (heads >= kHeadTile)
     weigh<kRelu, true>(sums, s, heads, d);
@@ -52,7 +52,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, flo
     weigh<kRelu, false>(sums, s, heads, d);
   tile::share_sums(sums, 1, 1, odd);
   const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
-  const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
+  const int entry = tile * kTileEntries + tile::wgmma_row() + 8 * odd;
   if (t >= 2 || entry >= entries) return;
   const float whole = (first_head == 0 ? 0 : scores[entry]) + sum;
   const bool last = heads <= kHeadTile;
@@ -63,7 +63,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, flo
 template <bool kRelu>
 HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query, const tile::Entries& entries,
                                 int first_head, int number, int group) {
-  const int tiles = entry_tiles(entries), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  const int tiles = entry_tiles(entries), row = tile::wgmma_row();
   float* const scores = gradients_of(p, query, entries);
   [[maybe_unused]] uint32_t* const positive =
       p.positive_of(query, first_head / kHeadTile, 0) + arch::thread_index() % 128;

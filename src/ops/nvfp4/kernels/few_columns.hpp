@@ -127,7 +127,7 @@ HOPWELL_DEVICE void load_x(const FewColumnsParams<T>& p, const FewColumnsWork& w
 // products have separate accumulators, for shorter chains.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&d)[2][4]) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const int lane = arch::lane_index(), g = tile::fragment_row(), t = tile::quad_lane();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const unsigned char* codes = stage + g * 128 + (4 * (half ^ g % 2) + t) * 16;  // as in load_fragment
@@ -160,14 +160,14 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
 // Stores a warp's sums of a tile in their slot; with `accumulate`, adds them to the slot.
 template <int kColumns>
 HOPWELL_DEVICE void store_sums(float* slot, const float (&d)[2][4], bool accumulate) {
-  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int block = 0; block < kColumns / 8; ++block) {
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       SumPair sums = kColumns == 8 ? SumPair{d[0][2 * i] + d[1][2 * i], d[0][2 * i + 1] + d[1][2 * i + 1]}
                                    : SumPair{d[block][2 * i], d[block][2 * i + 1]};
-      auto* to = reinterpret_cast<SumPair*>(slot + sum_offset(g + 8 * i, 8 * block + 2 * t));
+      auto* to = reinterpret_cast<SumPair*>(
+          slot + sum_offset(tile::fragment_row() + 8 * i, 8 * block + tile::fragment_column()));
       if (accumulate) sums.low += to->low, sums.high += to->high;
       *to = sums;
     }

@@ -173,8 +173,8 @@ template <int kColumns, class T>
 HOPWELL_DEVICE void store_result(const FewColumnsWgmmaParams<T>& p, double factor, const FewColumnsWgmmaWork& work,
                                  int tile, int number, float sum) {
   const int j = number / 32, lane = number % 32;
-  const int row = (work.first + tile) * StageConfig::kRows + j / 2 % 2 * 8 + lane / 4;
-  const int column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+  const int row = (work.first + tile) * StageConfig::kRows + j / 2 % 2 * 8 + tile::fragment_row(lane);
+  const int column = j / 4 * 8 + tile::fragment_column(lane) + j % 2;
   if (row < p.rows && column < p.columns) p.result.store(row, column, 0, factor, sum);
 }
 

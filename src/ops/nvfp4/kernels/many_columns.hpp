@@ -26,6 +26,7 @@
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/nvfp4/kernels/scaled_weights.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/ring.hpp"
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
@@ -199,7 +200,7 @@ HOPWELL_DEVICE void copy_scales(const ManyColumnsParams& p, ManyColumnsStorage<k
 
 // Row, among the warp's 16 rows, that is row g of the lane's fragment; row g + 8 is two rows further. With this order
 // the four lanes that store a column have 16 consecutive rows.
-HOPWELL_DEVICE int fragment_row() { return arch::lane_index() / 8 * 4 + arch::lane_index() / 4 % 2; }
+HOPWELL_DEVICE int row_of_weights() { return arch::lane_index() / 8 * 4 + arch::lane_index() / 4 % 2; }
 
 // Adds the products of 64 rows over a stage's 128 k to d. Decodes a word while the products of the previous word run.
 // The last products still run when the function returns. Calls done_before() when the previous stage's products are
@@ -211,7 +212,7 @@ HOPWELL_DEVICE void multiply_stage(const ManyColumnsStage<kColumns>& stage, int 
                                             std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
   constexpr int kGrouped =
       kColumns > 96 ? 1 : 2;  // products a commit; with 2, ptxas runs out of registers and serialises them (C7512)
-  const int offset = 4 * (first_row + fragment_row()) + arch::lane_index() % 4;
+  const int offset = 4 * (first_row + row_of_weights()) + tile::quad_lane();
   const auto* const codes = reinterpret_cast<const arch::Words4*>(stage.codes) + offset;
   const auto* const scales = reinterpret_cast<const uint16_t*>(stage.scales) + offset;
   const arch::Words4 upper = codes[0], lower = codes[4 * 2];
@@ -259,7 +260,7 @@ struct Epilogue {
     whole = first + 16 <= rows && reinterpret_cast<uintptr_t>(to.y) % 8 == 0 && to.column_stride % 4 == 0;
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int row = first + fragment_row() + 2 * i;
+      const int row = first + row_of_weights() + 2 * i;
       offsets[i] = to.bias && row < rows ? double(to_fp32(to.bias[row * to.bias_row_stride])) : 0;
     }
   }

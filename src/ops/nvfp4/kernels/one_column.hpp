@@ -53,7 +53,7 @@ using OneColumnRing = WeightRing<OneColumnConfig::kStages>;
 // from 128 + 32 t on.
 template <class Decoder>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&sums)[2]) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   arch::Words4 upper[2], lower[2];
   tile::FloatPair upper_scales[2], lower_scales[2];
   HOPWELL_UNROLL
@@ -125,11 +125,10 @@ HOPWELL_DEVICE Pass next_pass(const Params& p, OneColumnRing& ring, const Slice&
 
 // Stores this warp's sums of a tile in sums[16 rows].
 HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
-  const int lane = arch::lane_index();
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
     const float sum = tile::sum_of_quad(of_lane[i]);
-    if (lane % 4 == 0) sums[lane / 4 + 8 * i] = sum;
+    if (tile::quad_lane() == 0) sums[tile::fragment_row() + 8 * i] = sum;
   }
 }
 

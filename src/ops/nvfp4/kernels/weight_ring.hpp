@@ -4,6 +4,7 @@
 
 #include "arch/sm80/async_copy.hpp"
 #include "ops/nvfp4/kernels/operands.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
@@ -21,7 +22,7 @@ struct StageFragment {
 };
 
 HOPWELL_DEVICE StageFragment load_fragment(const unsigned char* stage, int half) {
-  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const int g = tile::fragment_row(), t = tile::quad_lane();
   const unsigned char* codes = stage + g * 128 + (4 * (half ^ g % 2) + t) * 16;
   const auto* scales = reinterpret_cast<const uint16_t*>(stage + StageConfig::kCodeBytes + g * 16 + half * 8 + t * 2);
   return {load_words(codes), load_words(codes + 1024), scales[0], scales[64]};

@@ -23,7 +23,7 @@
 //           as much for a block), ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
-// A lane has the query vector of row lane / 4, as in the fragments.
+// A lane has the query vector of row fragment_row().
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
@@ -145,14 +145,13 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   }
 
   HOPWELL_DEVICE void store_partial(const Params&, Partial& to) const {
-    const int lane = arch::lane_index();
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
       const float sum = tile::sum_of_quad(softmax[b].sum);
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 16; ++i)
         for (int e = 0; e < 4; ++e)
-          to.values[(2 * quad + e % 2 + 8 * b) * kD + 16 * i + e / 2 * 8 + lane / 4] = out[b][i][e];
+          to.values[(2 * quad + e % 2 + 8 * b) * kD + 16 * i + e / 2 * 8 + tile::fragment_row()] = out[b][i][e];
       if (quad == 0) to.stats[row + 8 * b] = {softmax[b].maximum - kShift, sum};
     }
   }
@@ -172,19 +171,20 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         const OutputRow to = output_row_of(p, segment.row_block, in_row_block);
         if (of_row >= p.schedule.queries || !to.exists) continue;
         T* row_begin = out_at<T>(p.output, segment.sequence, to);
-        uint32_t infinite = 0;  // bit i: dimension 8 i + lane / 4
+        uint32_t infinite = 0;  // bit i: dimension 8 i + fragment_row()
         HOPWELL_UNROLL
         for (int i = 0; i < kD / 8; ++i) {
           const float value = out[b][i / 2][i % 2 * 2 + e];
-          if (8 * i + lane / 4 < p.query.d) from_fp32(mean_of(sum, value), row_begin + 8 * i + lane / 4);
+          if (8 * i + tile::fragment_row(lane) < p.query.d)
+            from_fp32(mean_of(sum, value), row_begin + 8 * i + tile::fragment_row(lane));
           infinite |= value * 0 != 0 ? 1U << i : 0;
         }
-        if (lane / 4 == 0 && p.output.lse)
+        if (tile::fragment_row(lane) == 0 && p.output.lse)
           *lse_at(p.output, segment.sequence, to) = tile::lse_of(maximum, sum, -INFINITY);
         if (!(sum > 0 && sum < INFINITY)) continue;
         HOPWELL_NO_UNROLL
         for (; infinite != 0; infinite &= infinite - 1) {
-          const int dimension = 8 * int(arch::bfind(infinite & (0U - infinite))) + lane / 4;
+          const int dimension = 8 * int(arch::bfind(infinite & (0U - infinite))) + tile::fragment_row(lane);
           if (dimension < p.query.d) call_store_infinite<T>(p, segment.sequence, to, dimension, dimension + 1);
         }
       }
@@ -555,7 +555,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     for (int b = 1; b < kBlocks; ++b) from_any |= hidden[b];
     HOPWELL_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) from_any |= arch::shuffle_xor(from_any, mask);
-    uint32_t lost[kBlocks][2] = {};  // bit i: query 2 quad + e sees an infinite value of dimension 8 i + lane / 4
+    uint32_t lost[kBlocks][2] = {};  // bit i: query 2 quad + e sees an infinite value of dimension 8 i + fragment_row()
     arch::cp_async_wait<kParts / 2>();
     arch::syncwarp();  // all values have arrived
     HOPWELL_NO_UNROLL
@@ -575,7 +575,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
           if (arch::ballot(wiped != 0) == 0) continue;
           uint32_t infinite = 0;
           HOPWELL_NO_UNROLL
-          for (int i = 0; i < kD / 8; ++i) infinite |= is_infinite(8 * i + lane / 4) ? 1U << i : 0;
+          for (int i = 0; i < kD / 8; ++i) infinite |= is_infinite(8 * i + tile::fragment_row(lane)) ? 1U << i : 0;
           HOPWELL_UNROLL
           for (int b = 0; b < kBlocks; ++b)
             for (int e = 0; e < 2; ++e) lost[b][e] |= rows[b] >> (4 * (2 * quad + e) + owner) & 1 ? infinite : 0;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
@@ -44,7 +45,7 @@ struct MmaTileCopy {
 
   HOPWELL_DEVICE MmaTileCopy() {
     const int lane = arch::lane_index();
-    first_key = kPages == 1 ? 0 : lane / kLanesOfPage * 16, row = lane / 4, quad = lane % 4;
+    first_key = kPages == 1 ? 0 : lane / kLanesOfPage * 16, row = tile::fragment_row(), quad = tile::quad_lane();
   }
   // Indices of chunks in a stage. The 8 chunks that ldmatrix reads together lie in different banks. Rows: a chunk is 8
   // dimensions of a key. Whole lines of a row, 8 chunks each, come first; the remaining half lines of all keys follow.

@@ -32,6 +32,7 @@
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
 #include "ops/sparse_mla_backward/throttle.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -155,12 +156,11 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[T::kScoreKeys / 8][4], const Ro
   }
 }
 
-// A lane's two adjacent elements of P or dS: row lane / 4 (+ 8) of its heads, and group n of eight keys.
+// Two adjacent elements of P or dS that a lane has in its accumulators: row `half` of its two, group n of eight keys.
 template <class T>
 HOPWELL_DEVICE uint32_t* pair_of(bf16 (&rows)[T::kHeads][T::kPitch], const ScoreTile<T>& tile, int n, int half) {
-  const int lane = arch::lane_index();
-  return reinterpret_cast<uint32_t*>(
-      &rows[16 * tile.head_group + lane / 4 + 8 * half][tile.first_key + 8 * n + lane % 4 * 2]);
+  const int row = 16 * tile.head_group + tile::fragment_row() + 8 * half;
+  return reinterpret_cast<uint32_t*>(&rows[row][tile.first_key + 8 * n + tile::fragment_column()]);
 }
 
 // Sums exp(score − lse) of a key over the warp's 16 heads.
@@ -179,7 +179,7 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[T::kScoreKeys / 8][4], SharedSt
 template <class T, bool kAttn>
 HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T::kScoreKeys / 8][4],
                             const ScoreTile<T>& tile) {
-  const int row = 16 * tile.head_group + arch::lane_index() / 4;
+  const int row = 16 * tile.head_group + tile::fragment_row();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const float shift = s.heads.shift[row + 8 * half], kept = kAttn ? s.heads.kept[row + 8 * half] : 1;
@@ -201,7 +201,7 @@ HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T
 template <class T>
 HOPWELL_DEVICE void store_ds(const Params& p, SharedStorage<T>& s, const float (&acc)[T::kScoreKeys / 8][4],
                              const ScoreTile<T>& tile) {
-  const int row = 16 * tile.head_group + arch::lane_index() / 4;
+  const int row = 16 * tile.head_group + tile::fragment_row();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const float delta = s.heads.delta[row + 8 * half];
@@ -301,11 +301,11 @@ HOPWELL_DEVICE void store_dq_pair(const Params& p, const WorkTile& work, int row
 template <class T>
 HOPWELL_DEVICE void store_dq(const Params& p, const WorkTile& work, const DqTile<T>& dq, int warp) {
   if (!p.dq) return;
-  const int lane = arch::lane_index(), pair = lane % 4 * 2;
+  const int pair = tile::fragment_column();
   HOPWELL_UNROLL
   for (int m = 0; m < T::kHeadGroups; ++m) HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = 16 * m + 8 * half + lane / 4;
+    const int row = 16 * m + 8 * half + tile::fragment_row();
     HOPWELL_UNROLL
     for (int n = 0; n < 8; ++n)
       store_dq_pair<T>(p, work, row, 64 * warp + 8 * n + pair, dq.own[m][n][2 * half], dq.own[m][n][2 * half + 1]);

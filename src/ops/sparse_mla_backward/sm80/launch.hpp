@@ -15,18 +15,12 @@ inline bool takes_large_tiles(const Problem& problem) {
   return problem.h_q > SmallTile<576>::kHeads && has_room;
 }
 
-template <int kDqk, class P>
-void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (takes_large_tiles(problem))
-    launch_tile<LargeTile<kDqk>, P>(problem, plan, workspace, stream);
-  else
-    launch_tile<SmallTile<kDqk>, P>(problem, plan, workspace, stream);
-}
-
 template <class P>
 void launch_with(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  problem.d_qk == 576 ? launch_with_width<576, P>(problem, plan, workspace, stream)
-                      : launch_with_width<512, P>(problem, plan, workspace, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    takes_large_tiles(problem) ? launch_tile<LargeTile<kDqk>, P>(problem, plan, workspace, stream)
+                               : launch_tile<SmallTile<kDqk>, P>(problem, plan, workspace, stream);
+  });
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

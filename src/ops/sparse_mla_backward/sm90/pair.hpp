@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_pair(
 
 template <class P>
 void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const auto launch = [&]<int kDqk>() {
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
     const P p = further_params_of<P>(problem, plan);
     if (problem.attn && !plan.distribution)
@@ -441,8 +441,7 @@ void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Str
     else
       launch_main<sparse_mla_bwd_sm90_pair<kDqk, false, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
                                                             kBytes, stream);
-  };
-  problem.d_qk == 576 ? launch.template operator()<576>() : launch.template operator()<512>();
+  });
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

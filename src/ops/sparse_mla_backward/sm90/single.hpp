@@ -433,10 +433,10 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
 
 template <class P>
 void launch_singles(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const bool wide = problem.d_qk == 576, few_heads = problem.h_q <= 32;
-  const auto launch = wide ? (few_heads ? launch_single<P, 576, 2> : launch_single<P, 576, 4>)
-                           : (few_heads ? launch_single<P, 512, 2> : launch_single<P, 512, 4>);
-  launch(problem, plan, workspace, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    problem.h_q <= 32 ? launch_single<P, kDqk, 2>(problem, plan, workspace, stream)
+                      : launch_single<P, kDqk, 4>(problem, plan, workspace, stream);
+  });
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -9,6 +9,7 @@
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
 #include "ops/sparse_mla_backward/throttle.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/warp.hpp"
 
@@ -190,12 +191,11 @@ HOPWELL_DEVICE uint32_t matrix_offset(const MatrixLane& lane, int j) {
   return tile::swizzled(lane.row, j + lane.chunk);
 }
 
-// For query groups: member bits of a thread's rows of P, t % 32 / 4 and 8 more of its warp's 16. One bit per column:
-// whether the row's query has the key.
+// For query groups: member bits of a thread's two rows of P. One bit per column: whether the row's query has the key.
 using HeldKeys = uint32_t[2];
 HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&member_masks)[Config::kKeys / 2],
                                    int heads_of_member, int t) {
-  const int row = t / 32 * 16 + t % 32 / 4, member[2] = {row / heads_of_member, (row + 8) / heads_of_member};
+  const int row = tile::wgmma_row_of(t), member[2] = {row / heads_of_member, (row + 8) / heads_of_member};
   held[0] = held[1] = 0;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; ++j) {
@@ -209,7 +209,7 @@ HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&member_masks
 template <bool kMerged = false>
 HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads, int t,
                            const HeldKeys& held = {}) {
-  const int row = t / 32 * 16 + t % 32 / 4;
+  const int row = tile::wgmma_row_of(t);
   const float shift0 = heads.shift[row], shift1 = heads.shift[row + 8];
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e) {
@@ -223,7 +223,7 @@ HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<C
 template <bool kAttn>
 HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target,
                             int t) {
-  const int row = t / 32 * 16 + t % 32 / 4;
+  const int row = tile::wgmma_row_of(t);
   const float kept0 = kAttn ? heads.kept[row] : 1, kept1 = kAttn ? heads.kept[row + 8] : 1;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; j += 2) {
@@ -242,7 +242,7 @@ HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHe
 HOPWELL_DEVICE void make_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
                             const Panel& source, DsFragments& ds, int t) {
   const auto& delta = heads.delta;
-  const int row = t / 32 * 16 + t % 32 / 4;
+  const int row = tile::wgmma_row_of(t);
   const float delta0 = delta[row], delta1 = delta[row + 8];
   HOPWELL_UNROLL
   for (int k = 0; k < 4; ++k) {
@@ -316,7 +316,7 @@ HOPWELL_DEVICE void stage_panels(const Panel* panels, const float (&x)[kSize], c
 // Stores dQ of a split in fp32: columns from `column` on of the rows of `target`, in the order of the accumulators.
 template <int kDqk, int kSize>
 HOPWELL_DEVICE void store_dq_split(float* target, const float (&dq)[kSize], int column, int t) {
-  const int row = t / 32 * 16 + t % 32 / 4;
+  const int row = tile::wgmma_row_of(t);
   HOPWELL_UNROLL
   for (int e = 0; e < kSize; ++e)
     target[(row + (e & 2) * 4) * kDqk + column + e / 4 * 8 + 2 * (t & 3) + (e & 1)] = dq[e];

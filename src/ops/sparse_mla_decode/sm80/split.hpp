@@ -24,6 +24,7 @@
 
 #include "ops/sparse_mla_decode/sm80/split_output.hpp"
 #include "ops/sparse_mla_decode/sm80/split_scores.hpp"
+#include "runtime/with_constant.hpp"
 #include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
@@ -78,16 +79,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
 
 // ---- on the host ------------------------------------------------------------------------------------------------------
 
-template <class Config>
-SplitKernel split_kernel_of() {
-  static_assert(sizeof(SplitStorage<Config>) <= 99 * 1024);
-  return {sparse_mla_decode_split<Config>, Config::kThreads, sizeof(SplitStorage<Config>)};
-}
-
 template <class RowsOfFormat>
 SplitKernel split_kernel(int heads) {
-  return heads == 8 ? split_kernel_of<SplitConfig<RowsOfFormat, 8>>()
-                    : split_kernel_of<SplitConfig<RowsOfFormat, 16>>();
+  return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
+    using Config = SplitConfig<RowsOfFormat, kHeads>;
+    static_assert(sizeof(SplitStorage<Config>) <= 99 * 1024);
+    return {sparse_mla_decode_split<Config>, Config::kThreads, sizeof(SplitStorage<Config>)};
+  });
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -11,22 +11,21 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 template <class Config>
 using Output = float[4][Config::kHeadBlocks][4];
 
-// Column of row `half` · 8 + lane / 4 of an output block: ldmatrix.trans gives pairs of columns of codes.
+// Column of row `half` · 8 + fragment_row() of an output block: ldmatrix.trans gives pairs of columns of codes.
 template <class Config>
 HOPWELL_DEVICE int column_of_output(int warp, int block, int half) {
-  const int g = arch::lane_index() / 4;
+  const int g = tile::fragment_row();
   return 64 * warp + 16 * block + (Config::Row::is_plain(warp) ? 8 * half + g : 2 * g + half);
 }
 
 // Rescales the output if row_max of a head has changed.
 template <class Config>
 HOPWELL_DEVICE void rescale(const SplitStorage<Config>& s, Output<Config>& out) {
-  const int t = arch::lane_index() % 4;
   float factor[Config::kHeadBlocks][2];
   bool changed = false;
   HOPWELL_UNROLL
   for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) {
-    factor[n / 2][n % 2] = s.factors[n / 2 * 8 + 2 * t + n % 2];
+    factor[n / 2][n % 2] = s.factors[n / 2 * 8 + tile::fragment_column() + n % 2];
     changed = changed || factor[n / 2][n % 2] != 1;
   }
   if (arch::ballot(changed) == 0) return;
@@ -69,7 +68,7 @@ HOPWELL_DEVICE float unit_of_output(int warp) {
 template <class Config>
 HOPWELL_DEVICE void accumulate_codes(const SplitStorage<Config>& s, int stage, int key, Output<Config>& out) {
   using Row = typename Config::Row;
-  const int warp = arch::warp_index(), t = arch::lane_index() % 4;
+  const int warp = arch::warp_index();
   uint32_t p[Config::kHeadBlocks][2], b[Row::kScales][Config::kHeadBlocks][2];
   load_p(s, key, p);
   HOPWELL_UNROLL
@@ -77,7 +76,7 @@ HOPWELL_DEVICE void accumulate_codes(const SplitStorage<Config>& s, int stage, i
     HOPWELL_UNROLL
     for (int n = 0; n < 2; ++n) {
       [[maybe_unused]] const uint32_t scales =
-          *reinterpret_cast<const uint32_t*>(&s.scales[warp][i][key + 8 * n + 2 * t]);
+          *reinterpret_cast<const uint32_t*>(&s.scales[warp][i][key + 8 * n + tile::fragment_column()]);
       HOPWELL_UNROLL
       for (int j = 0; j < Config::kHeadBlocks; ++j)
         b[i][j][n] = Row::kHasScales ? arch::multiply_fp16(p[j][n], scales) : p[j][n];
@@ -103,7 +102,7 @@ HOPWELL_DEVICE void accumulate_codes(const SplitStorage<Config>& s, int stage, i
 template <class Config>
 HOPWELL_DEVICE void accumulate_scaled_codes(const SplitStorage<Config>& s, int stage, int key, Output<Config>& out) {
   using Row = typename Config::Row;
-  const int warp = arch::warp_index(), t = arch::lane_index() % 4;
+  const int warp = arch::warp_index();
   uint32_t b[Config::kHeadBlocks][2];
   load_p(s, key, b);
   convert_p<Config>(b, unit_of_output<Config>(warp));
@@ -115,8 +114,8 @@ HOPWELL_DEVICE void accumulate_scaled_codes(const SplitStorage<Config>& s, int s
     for (int n = 0; n < 2; ++n) {
       float scale[2];
       for (int i = 0; i < 2; ++i)
-        scale[i] =
-            Row::scale(s.stages[stage] + (key + 8 * n + 2 * t + i) * Row::kPitch, warp, chunk / Row::kChunksOfScale);
+        scale[i] = Row::scale(s.stages[stage] + (key + 8 * n + tile::fragment_column() + i) * Row::kPitch, warp,
+                              chunk / Row::kChunksOfScale);
       a[2 * n] = scaled_codes(words[n], 0, 2, scale[0], scale[1]);
       a[2 * n + 1] = scaled_codes(words[n], 1, 3, scale[0], scale[1]);
     }
@@ -166,14 +165,15 @@ HOPWELL_DEVICE void accumulate(const SplitStorage<Config>& s, int stage, bool ex
 // Element of a lane's output: its head of the tile and its column.
 template <class Config, class Store>
 HOPWELL_DEVICE void for_each_output(const Output<Config>& out, const Store& store) {
-  const int warp = arch::warp_index(), t = arch::lane_index() % 4;
+  const int warp = arch::warp_index();
   const float unit = 1 / unit_of_output<Config>(warp);
   HOPWELL_UNROLL
   for (int block = 0; block < 4; ++block) {
     HOPWELL_UNROLL
     for (int n = 0; n < 4 * Config::kHeadBlocks; ++n) {
       const int j = n / 4, i = n % 4;
-      store(8 * j + 2 * t + i % 2, column_of_output<Config>(warp, block, i / 2), out[block][j][i] * unit);
+      store(8 * j + tile::fragment_column() + i % 2, column_of_output<Config>(warp, block, i / 2),
+            out[block][j][i] * unit);
     }
   }
 }

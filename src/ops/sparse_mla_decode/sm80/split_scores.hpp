@@ -32,7 +32,7 @@ struct Query {
 
   // Loads unconverted bf16, and writes the largest |q| of the warp's columns.
   HOPWELL_DEVICE void load(const SplitParams& p, SplitStorage<Config>& s, const Work& work) {
-    const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+    const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
     const bf16* of_query = query_of(p, work.query);
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
@@ -65,7 +65,7 @@ struct Query {
   // Converts the elements after a barrier.
   HOPWELL_DEVICE void convert(const SplitStorage<Config>& s) {
     if constexpr (!Config::kFp16) return;
-    const int warp = arch::warp_index(), g = arch::lane_index() / 4;
+    const int warp = arch::warp_index(), g = tile::fragment_row();
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       const float down = unit_of(s, 8 * j + g).down;
@@ -111,7 +111,7 @@ template <class Config>
 HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
                                    const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
   using Row = typename Config::Row;
-  const int warp = arch::warp_index(), g = arch::lane_index() / 4;
+  const int warp = arch::warp_index(), g = tile::fragment_row();
   uint32_t words[2][4];  // of chunks 0, 1 and 2, 3: keys g and g + 8 of the first, then of the second chunk
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) arch::ldmatrix(words[i], matrices_of_keys(s, stage, key, Row::offset_of(warp) + 32 * i));
@@ -155,7 +155,7 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
                                           const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
   using Row = typename Config::Row;
   const Work work(p, Config::kHeads);
-  const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const bf16* of_query = query_of(p, work.query);
   float products[Config::kHeadBlocks][4] = {};
   HOPWELL_NO_UNROLL
@@ -243,7 +243,7 @@ HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scal
 template <class Config>
 HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q) {
   using Row = typename Config::Row;
-  const int warp = arch::warp_index(), g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const bool plain = Row::is_plain(warp);
   bool exact = true;
   float scale[Row::kScales] = {};

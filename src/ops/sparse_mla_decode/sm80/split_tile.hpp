@@ -10,6 +10,7 @@
 #include "ops/sparse_mla_decode/gpu/kernels.hpp"
 #include "ops/sparse_mla_decode/gpu/work.hpp"
 #include "tile/gpu/e4m3.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {

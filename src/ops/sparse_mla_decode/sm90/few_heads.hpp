@@ -24,7 +24,9 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_decode/sm90/producer.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
+#include "runtime/with_constant.hpp"
 #include "tile/gpu/dependency.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
@@ -55,9 +57,9 @@ struct Storage {
 
 // Where a thread's values of a product are: heads h, and rows r, which are keys or columns of the output.
 struct Place {
-  static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + arch::lane_index() % 4 * 2 + h % 2; }
+  static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + tile::fragment_column() + h % 2; }
   // Without warp_index(), which a whole warp must call.
-  static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + arch::lane_index() / 4 + 8 * r; }
+  static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + tile::fragment_row() + 8 * r; }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };
 
@@ -302,11 +304,11 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 
 template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads) {
-  const auto of = []<class Config>(Config) -> SplitKernel {
+  return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
+    using Config = few_heads::Config<RowsOfFormat, kHeads>;
     static_assert(2 * (sizeof(few_heads::Storage<Config>) + 1024) <= 228 * 1024);
     return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>)};
-  };
-  return heads == 8 ? of(few_heads::Config<RowsOfFormat, 8>{}) : of(few_heads::Config<RowsOfFormat, 16>{});
+  });
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -34,6 +34,7 @@
 #include "ops/sparse_mla_decode/sm90/producer.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace many_heads {
@@ -169,9 +170,7 @@ constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 // ---- results --------------------------------------------------------------------------------------------------------
 
 // Row (head) `r` of a thread's two. Without warp_index(), because some lanes of a warp call it without the others.
-HOPWELL_DEVICE int row_of_thread(int r) {
-  return arch::thread_index() % 128 / 32 * 16 + arch::lane_index() / 4 + 8 * r;
-}
+HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread_index()) + 8 * r; }
 
 // Stores this warpgroup's columns from first_column on: of a partial result, or, times `factor`, of the final result.
 template <class Config>
@@ -179,7 +178,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const int head = work.first_head + row_of_thread(r), column = first_column + arch::lane_index() % 4 * 2;
+    const int head = work.first_head + row_of_thread(r), column = first_column + tile::fragment_column();
     if (head >= p.h_q) continue;
     if (p.splits > 1) {
       float* const row = p.partial_out + (int64_t{work.number} * p.h_q + head) * kDv + column;
@@ -212,7 +211,7 @@ HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int head = work.first_head + row_of_thread(r);
-    const bool stores = arch::lane_index() % 4 == 0;
+    const bool stores = tile::quad_lane() == 0;
     factor[r] = 0;
     if (head >= p.h_q) continue;
     if (p.splits == 1)
@@ -245,7 +244,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     tile::Probabilities probabilities;
     p_slot.wait_empty();
     probabilities.round_and_store(scores, arch::shared_address(s.p));
-    if (arch::lane_index() % 4 == 0) {
+    if (tile::quad_lane() == 0) {
       HOPWELL_UNROLL
       for (int r = 0; r < 2; ++r) s.row_scale[row_of_thread(r)] = row_scale[r];
     }
@@ -261,7 +260,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   float factor[2];
   store_statistics<Config>(p, stats, factor);
   if (p.splits == 1) {
-    if (arch::lane_index() % 4 == 0) {
+    if (tile::quad_lane() == 0) {
       HOPWELL_UNROLL
       for (int r = 0; r < 2; ++r) s.factor[row_of_thread(r)] = factor[r];
     }

@@ -20,6 +20,7 @@
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
@@ -68,7 +69,7 @@ HOPWELL_DEVICE void load_q(const Params& p, SharedStorage<kDqk>& s, int query, i
 // The maximum; NaN if an operand is NaN.
 HOPWELL_DEVICE float larger(float a, float b) { return a != a || a > b ? a : b; }
 
-// The two rows (heads) of a thread: r = lane / 4 and r + 8, as in the accumulators of mma.
+// The two rows (heads) of a thread, as in the accumulators of mma.
 struct SoftmaxState {
   float max[2], sum[2];
 };
@@ -92,22 +93,23 @@ HOPWELL_DEVICE void score(const Params& p, const SharedStorage<kDqk>& s, int sta
     }
   }
   HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i) d[i] = s.valid[stage][8 * warp + lane % 4 * 2 + i % 2] ? d[i] * p.scale_log2 : -INFINITY;
+  for (int i = 0; i < 4; ++i)
+    d[i] = s.valid[stage][8 * warp + tile::fragment_column(lane) + i % 2] ? d[i] * p.scale_log2 : -INFINITY;
 }
 
 // Converts scores to probabilities in shared memory and updates row_max. `factor`: row_scale of the earlier sums and
 // outputs.
 template <int kDqk>
 HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], SoftmaxState& state, float (&factor)[2]) {
-  const int lane = arch::lane_index(), warp = arch::warp_index(), column = 8 * warp + lane % 4 * 2;
+  const int warp = arch::warp_index(), column = 8 * warp + tile::fragment_column();
   for (int r = 0; r < 2; ++r) {
     float m = larger(d[2 * r], d[2 * r + 1]);
     m = tile::reduce<1, 2>(m, larger);
-    if (lane % 4 == 0) s.partial[warp][lane / 4 + 8 * r] = m;
+    if (tile::quad_lane() == 0) s.partial[warp][tile::fragment_row() + 8 * r] = m;
   }
   arch::syncthreads();
   for (int r = 0; r < 2; ++r) {
-    const int row = lane / 4 + 8 * r;
+    const int row = tile::fragment_row() + 8 * r;
     float m = state.max[r];
     for (int w = 0; w < Config::kWarps; ++w) m = larger(m, s.partial[w][row]);
     const float shift = tile::finite_row_max(m);
@@ -149,25 +151,26 @@ HOPWELL_DEVICE void accumulate(const SharedStorage<kDqk>& s, int stage, const fl
 template <int kDqk>
 HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, int first_head, const SoftmaxState& state,
                           const float (&out)[16][4]) {
-  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const int warp = arch::warp_index();
   for (int r = 0; r < 2; ++r) {
     const float sum = tile::sum_of_quad(state.sum[r]);
-    if (lane % 4 == 0) s.partial[warp][lane / 4 + 8 * r] = sum;
+    if (tile::quad_lane() == 0) s.partial[warp][tile::fragment_row() + 8 * r] = sum;
   }
   arch::syncthreads();
   for (int r = 0; r < 2; ++r) {
-    const int row = lane / 4 + 8 * r, head = first_head + row;
+    const int row = tile::fragment_row() + 8 * r, head = first_head + row;
     if (head >= p.h_q) continue;
     float sum = 0;
     for (int w = 0; w < Config::kWarps; ++w) sum += s.partial[w][row];
     const float lse = tile::lse_of(state.max[r], sum);
     const float scale = output_scale(p, head, 1, sum, lse);
-    bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + warp * Config::kDvOfWarp + lane % 4 * 2;
+    bf16* target =
+        p.out + query * p.out_stride_s + head * p.out_stride_h + warp * Config::kDvOfWarp + tile::fragment_column();
     HOPWELL_UNROLL
     for (int n = 0; n < 16; ++n)
       *reinterpret_cast<uint32_t*>(target + 8 * n) =
           sum == 0 ? 0 : arch::pack_bf16(out[n][2 * r] * scale, out[n][2 * r + 1] * scale);
-    if (warp == 0 && lane % 4 == 0) store_statistics(p, query, head, state.max[r], lse);
+    if (warp == 0 && tile::quad_lane() == 0) store_statistics(p, query, head, state.max[r], lse);
   }
 }
 

@@ -29,6 +29,7 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_forward/sm90/gather.hpp"
+#include "tile/gpu/fragment.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace few_heads {
@@ -84,7 +85,7 @@ HOPWELL_DEVICE Tile tile_of(const Params& p, int self, uint32_t number) {
 }
 
 // Head i of a thread.
-HOPWELL_DEVICE int head_of(int i) { return i / 2 * 8 + arch::lane_index() % 4 * 2 + i % 2; }
+HOPWELL_DEVICE int head_of(int i) { return i / 2 * 8 + tile::fragment_column() + i % 2; }
 
 // A thread's values for its heads, in units of log 2. max: over its own keys.
 template <class Storage>
@@ -148,7 +149,7 @@ HOPWELL_DEVICE float mask_scores(float scale_log2, const uint32_t (&valid)[2], f
   if ((valid[0] & valid[1]) != 0xffffffff || !(scale_log2 > 0)) {
     unit = 1;
     const int warp = arch::warp_index() % 4;
-    const uint32_t mine = (warp < 2 ? valid[0] : valid[1]) >> (warp % 2 * 16 + arch::lane_index() / 4);
+    const uint32_t mine = (warp < 2 ? valid[0] : valid[1]) >> (warp % 2 * 16 + tile::fragment_row());
     HOPWELL_UNROLL
     for (int i = 0; i < Storage::kHeads / 2; ++i)
       scores[i] = mine >> i / 2 % 2 * 8 & 1 ? scores[i] * scale_log2 : -INFINITY;

@@ -46,10 +46,9 @@ void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::K
 // Chooses the kernel for the number of heads.
 template <int kDqk, class KernelParams>
 void launch_for_few_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
-  if (plan.tile_heads == 16)
-    launch_kernel<few_heads::SharedStorage<16, kDqk, KernelParams>>(problem, plan, p, stream);
-  else
-    launch_kernel<few_heads::SharedStorage<32, kDqk, KernelParams>>(problem, plan, p, stream);
+  runtime::with_constant<16, 32>(plan.tile_heads, [&]<int kHeads>() {
+    launch_kernel<few_heads::SharedStorage<kHeads, kDqk, KernelParams>>(problem, plan, p, stream);
+  });
 }
 template <int kDqk, class KernelParams>
 void launch_for_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {

@@ -96,8 +96,8 @@ static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 template <class Storage>
 using WorkTileOf = WorkTile<typename Storage::KernelParams>;
 
-// Softmax state of a thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: row_max and maximum in
-// units of log 2, and the sum over the thread's own columns.
+// Softmax state of a thread's two rows (heads): row_max and maximum in units of log 2, and the sum over the thread's
+// own columns.
 struct SoftmaxState {
   float row_max[2], max[2], sum[2];
 
@@ -208,14 +208,14 @@ HOPWELL_DEVICE void receive_row_max(Storage& s, int stage, int row, SoftmaxState
 template <class Storage>
 HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<Storage>& mask, float (&scores)[32],
                             SoftmaxState& state, float (&factor)[2]) {
-  const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
+  const int row = tile::wgmma_row();
   float max[2];
   const float unit = tile::tile_row_max<Storage::kOfGroups>(p.scale_log2, mask, scores, max);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     state.max[r] = fmaxf(state.max[r], max[r]);
     factor[r] = state.update_row_max(r, tile::next_row_max(state.row_max[r], max[r]));
-    if (lane % 4 == 0) s.row_max[self][row + 8 * r] = state.row_max[r];
+    if (tile::quad_lane() == 0) s.row_max[self][row + 8 * r] = state.row_max[r];
   }
   if (self == 0) tile::arrive_warp(s.row_max_full);
   tile::exponentiate(unit, state.row_max, scores, state.sum);
@@ -226,7 +226,7 @@ template <class Storage>
 HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
                                      const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
                                      float (&scale)[2]) {
-  const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
+  const int lane = arch::lane_index(), first = tile::wgmma_row();
   float sum[2];
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -381,7 +381,7 @@ HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelPa
 // adds the tiles in order. Both warpgroups run the same instructions, so that they share the instruction cache.
 template <class Storage>
 HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
-  const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  const int row = tile::wgmma_row();
   uint32_t parity = 0, work_parity = 0;
   TilesOfCta<typename Storage::KernelParams> tiles;
   HOPWELL_NO_UNROLL
