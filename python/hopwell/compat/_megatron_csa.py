@@ -197,6 +197,22 @@ class _Sequence:
         return ops.indexer_dense_loss(query, compressed, lse, self.q, self.k, self.weights, scale, **options)
 
 
+class _WithoutLoss(torch.autograd.Function):
+    """The output, and a loss of 0. The indexer's inputs get gradients of 0 from both, because data parallelism that
+    overlaps its reductions waits for a gradient of each parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.inputs = [(x.shape, x.dtype) for x in inputs]
+        return output.view_as(output), output.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor, _d_loss: Tensor) -> tuple[Tensor, ...]:
+        zeros = (d_output.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        return d_output, *zeros
+
+
 def fused_csa_indexer_sparse_attn(
     query: Tensor,
     kv_full: Tensor,
@@ -232,7 +248,7 @@ def fused_csa_indexer_sparse_attn(
     cu_seqlens_q_unpadded have no loss and no gradient.
 
     Returns (output [s_q, b, heads · d_v] or [total, heads · d_v], loss float32 0-d): the output is differentiable in
-    query, kv_full and attn_sink, the loss in the indexer's inputs.
+    query, kv_full and attn_sink, the loss in the indexer's inputs. Without a loss_coeff their gradients are zeros.
     """
     name, packed = "fused_csa_indexer_sparse_attn", cu_seqlens_q is not None
     ratio, topk = integer(name, "ratio", ratio), integer(name, "indexer_topk", indexer_topk)
@@ -296,7 +312,11 @@ def fused_csa_indexer_sparse_attn(
         if loss_coeff > 0:
             own = sequence.sparse_loss(sink, lse, chosen, softmax_scale) if sparse_loss else None
             loss = loss + (sequence.dense_loss(sink, softmax_scale) if own is None else own)
-    return (outs[0] if packed else torch.stack(outs, 1)).flatten(-2), loss
+    output = (outs[0] if packed else torch.stack(outs, 1)).flatten(-2)
+    if loss_coeff > 0:
+        return output, loss
+    result: tuple[Tensor, Tensor] = _WithoutLoss.apply(output, q_indexer, k_indexer, weights)  # type: ignore[no-untyped-call]
+    return result
 
 
 def maybe_compress_thd_fused(

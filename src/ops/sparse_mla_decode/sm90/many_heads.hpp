@@ -63,7 +63,7 @@ struct Storage {
     constexpr uint32_t kWarps = Config::kReadingWarps;
     tiles.initialise();
     p_ring.init(kWarps, kWarps);
-    tile::init_barriers(kWarps, factors_full);
+    arch::mbarrier_init(factors_full, kWarps);
   }
 };
 
