@@ -187,8 +187,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const bool is_above = (above >> bit & 1) != 0;
     const int at = above_before + (equal_before < threshold.equal ? equal_before : threshold.equal);
     const bool taken = is_above || equal_before < threshold.equal;
-    if (taken &&
-        unsigned(at) < unsigned(p.topk)) {  // keeps the address inside the row when a test leaves out a barrier
+    // The comparison keeps the address inside the row when a test leaves out a barrier.
+    if (taken && unsigned(at) < unsigned(p.topk)) {
       row.indices[at] = row.index(key);
       if (row.top_scores) row.top_scores[at] = score_of(sortable_key(row.scores[key]));
     }

@@ -270,7 +270,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
       float score[kUnroll];
       HOPWELL_UNROLL
       for (int i = 0; i < kUnroll; ++i) {
-        // If a barrier is lost, positions are still inside the row.
+        // When a test leaves out a barrier, positions are still inside the row.
         key[i] = bits != 0 && place + i < p.topk ? keys.begin + 32 * (word + lane) + tile::lowest_bit(bits) : -1;
         score[i] = key[i] >= 0 && row.top_scores ? row.scores[key[i]] : 0;
         bits &= bits - 1;

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
   using Config = indexer::ScoreConfig<T>;
   auto& s = arch::dynamic_smem<Sm90Storage<T>>();
   if (arch::thread_index() == 0) {
-    s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
+    s.ring.init(2, 4 * Config::kGroups);              // arrivals: rows and weights
     s.item_ring.init(1, Sm90Storage<T>::kWarps - 1);  // kept: barriers of key tiles order the last reads too
     arch::fence_mbarrier_init();
   }

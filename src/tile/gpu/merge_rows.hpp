@@ -290,7 +290,8 @@ HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int
           staged[place - first] = uint16_t(32 * (2 * lane + j) + std::popcount(~any.w[j] & (any.w[j] - 1)));
       }
       arch::syncwarp();
-      for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // if a barrier is lost, the loop still ends
+      // `capacity` bounds the addresses when a test leaves out a barrier.
+      for (int i = first + lane; i < end && at + i < capacity; i += 32) {
         const int bit = 32 * from + staged[i - first];
         p.keys[row + at + i] = round.first + bit;
         p.member_masks[row + at + i] = uint8_t(member_mask_of_bit(p, s, bit));

@@ -126,7 +126,7 @@ HOPWELL_DEVICE int order_entries(const Entries& entries, int size, const KeySpan
     if (ranks[r] == kNoRank) continue;
     const int place = s.counts[int(ranks[r] >> 16) * kOrderWarps + warp] + int(ranks[r] & 0xffff);
     const int i = descending ? length - 1 - place : place;
-    if (unsigned(i) >= kLongestOrderedRow) continue;  // if a barrier is lost, numbers are wrong, but not addresses
+    if (unsigned(i) >= kLongestOrderedRow) continue;  // only when a test leaves out a barrier
     s.keys[i] = s.entries[first + 32 * r];
     s.sources[i] = uint16_t(first + 32 * r);
   }

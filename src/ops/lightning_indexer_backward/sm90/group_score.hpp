@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2)
   const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first
   const Group group = group_of<kRows>(p, index);
   if (arch::thread_index() == 0) {
-    s.ring.barriers.init(kGroupArrivals, 4);  // kept: a read of wgmma is released by any warp of its warpgroup
+    s.ring.barriers.init(kGroupArrivals, 4);  // kept: on the emulator any warp releases the reads of wgmma
     arch::fence_mbarrier_init();
   }
   load_keys(p, group, s.keys);

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
 
   if (p.cluster > 1) arch::cluster_arrive_relaxed();
   if (arch::thread_index() == 0)
-    barriers.init(1, uint32_t(4 * p.row_groups));  // kept: a read of wgmma is released by any warp of its warpgroup
+    barriers.init(1, uint32_t(4 * p.row_groups));  // kept: on the emulator any warp releases the reads of wgmma
   tile::launch_dependents();
   XRing ring(p, work.slice, rings + warp * Config::kRingBytes, work.first + tile, has_tile, split, p.splits);
   if (multiplies) ring.prefetch_l2();  // more prefetches would delay x

@@ -414,7 +414,7 @@ template <int kDqk>
 HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
   tile::init_barriers(1, s.keys_full, s.keys_empty, s.narrow_full, s.narrow_empty, s.receive_full, s.receive_empty,
                       s.s_full, s.dp_full, s.dkv_full, s.last_dkv_full, s.dq_full);
-  tile::init_barriers(128, s.s_empty, s.dp_empty, s.dkv_empty, s.last_dkv_empty);  // kept: tcgen05.ld is of a whole warp
+  tile::init_barriers(128, s.s_empty, s.dp_empty, s.dkv_empty, s.last_dkv_empty);  // kept: as in single.hpp
   arch::mbarrier_init(s.ds_full, 4);
   arch::mbarrier_init(s.ds_empty, 2);
   arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows replaces it

@@ -247,8 +247,8 @@ template <int kDqk>
 HOPWELL_DEVICE void init_barriers(SingleStorage<kDqk>& s) {
   tile::init_barriers(1, s.keys_full, s.keys_empty, s.s_full, s.dp_full, s.ds_empty, s.dkv_full, s.dq_full);
   tile::init_barriers(128, s.ds_full);
-  tile::init_barriers(128, s.dkv_empty);  // kept: tcgen05.ld is of a whole warp
-  arch::fence_mbarrier_init();                       // kept: the fence that follows the copies of rows replaces it
+  tile::init_barriers(128, s.dkv_empty);  // kept: on the emulator any thread releases a tcgen05.ld of its warp
+  arch::fence_mbarrier_init();            // kept: the fence that follows the copies of rows replaces it
 }
 
 // Loads Q and dO and computes the heads' values. Returns the entries up to the last valid one.

@@ -201,8 +201,8 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   arch::barrier_arrive(kPairPeerFirst, 256);
   if (t == 0 && step > 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, peer));  // dQ has read ds[1]
   arch::syncwarp();  // kept: a lane has diverged
-  arch::mbarrier_wait(s.pds_taken,
-                      (step & 1) ^ 1);  // the peer has p[0] and ds[0]; warpgroup 0 learns it at kPairStaged
+  // The peer has read p[0] and ds[0]. Warpgroup 0 learns it at kPairStaged.
+  arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);
   send_partial<PairConfig::kStagedInTile>(acc, s, 1, peer, t);
   arch::barrier_arrive(kPairStaged, 256);
   arch::wgmma_fence();
@@ -384,7 +384,7 @@ HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
     arch::mbarrier_init(s.pds_full, 1);
     arch::mbarrier_init(s.staged_taken, 1);
     // Four warps that add, and a lane that multiplies.
-    arch::mbarrier_init(s.pds_free, 5);  // kept: a read of wgmma is released by any warp of its warpgroup
+    arch::mbarrier_init(s.pds_free, 5);  // kept: on the emulator any warp releases the reads of wgmma
     arch::mbarrier_init(s.pds_taken, 1);
     arch::fence_mbarrier_init();  // kept: PTX requires it if bulk copies of another CTA complete on them
   }

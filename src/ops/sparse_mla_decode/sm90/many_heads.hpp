@@ -16,9 +16,9 @@
 // Codes     bf16(code · scale) by a shift and one product of bf16. It is correctly rounded if the scale is 0 or a bf16
 //           number from 2^-124 to below 2^8. If a warp meets another scale, or a lane a NaN code, the warp or lane
 //           reads its codes again and computes in fp32, as the operator defines the value.
-// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8: tile/gpu/softmax.hpp. Sums of even
-//           and of odd tiles are added separately. So sparse_mla_forward has the same bits if it has the same keys in
-//           the same tiles.
+// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8, in units of log 2
+//           (tile/gpu/softmax.hpp). Sums of even and of odd tiles are added separately. So sparse_mla_forward has the
+//           same bits if it has the same keys in the same tiles.
 // Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
 //           entries cost nothing.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~800, with gaps

@@ -452,7 +452,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
 template <int kDqk, class KernelParams>
 HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
-  arch::mbarrier_init(s.q_empty, 2 * kWarps);  // kept: a read of wgmma is released by any warp of its warpgroup
+  arch::mbarrier_init(s.q_empty, 2 * kWarps);  // kept: on the emulator any warp releases the reads of wgmma
   s.key_ring.init(kGatherThreads, kWarps, kWarps);
   s.p_ring.init(kWarps, kWarps);
   arch::mbarrier_init(s.row_max_full, kWarps);
