@@ -2,16 +2,24 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 
 #include "ops/sparse_mla_decode/gpu/params.hpp"
 #include "ops/sparse_mla_decode/gpu/rows.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
+// About how many clocks a CTA takes: for its start and end, and for 64 keys.
+struct Clocks {
+  std::int64_t of_cta, of_tile;
+};
+
 struct SplitKernel {
   void (*kernel)(SplitParams);
   int threads;
   std::size_t shared_bytes;
+  std::optional<Clocks> clocks = std::nullopt;  // absent: a CTA can have one split only
 };
 
 // The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on.

@@ -1,14 +1,19 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
-// A CTA of the split kernel has one split of one query and a tile of its heads; the CTAs of a split's head tiles are
-// adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics, so that a query
-// without entries costs little, and one long row is spread over the GPU. If a query has several splits, the merge
-// kernel follows. Partial results are stored for a limited number of queries at a time, so that the workspace does not
-// grow with b.
+// A CTA of the split kernel has a tile of a query's heads, and one of its splits or several. The CTAs of a split's head
+// tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics, so that
+// a query without entries costs little, and one long row is spread over the GPU.
+//
+//     the query's first CTA   merges its splits, as split 0; if it has all of them, its result is final
+//     the others              store a partial result of each split. The merge kernel follows
+//
+// Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited
+// number of queries at a time, so that the workspace does not grow with b.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "ops/sparse_mla_decode/gpu/kernels.hpp"
@@ -27,6 +32,7 @@ struct SplitPlan {
   std::int64_t head_tiles = 0;       // of a query
   std::int64_t splits_of_keys = 0;   // of a query in the first cache
   std::int64_t splits = 0;           // of a query
+  std::int64_t splits_of_cta = 1, ctas_of_query = 0;  // for a tile of heads
   std::int64_t queries_at_once = 0;  // of a launch
   std::size_t stats = 0, out = 0;    // offsets in the workspace
   std::size_t workspace_bytes = 0;
@@ -56,6 +62,24 @@ struct HeadsOfTile {
   SplitKernel kernel;
 };
 
+// The number of splits of a CTA for which a launch takes the least time, by the kernel's clocks.
+inline std::int64_t splits_of_cta(const Problem& p, const SplitPlan& plan) {
+  if (!plan.kernel.clocks || plan.splits == 1) return 1;
+  constexpr std::int64_t kMerge = 7000, kBytesOfClock = 2600;  // the merge kernel: its launch; written and read
+  const std::int64_t keys = std::min(p.keys_per_split, p.keys.selection.topk), queries = p.b * p.q_len,
+                     of_split = std::max<std::int64_t>(keys / 64, 1) * plan.kernel.clocks->of_tile;
+  std::int64_t best = 1, least = std::numeric_limits<std::int64_t>::max();
+  for (std::int64_t most_ctas = std::min<std::int64_t>(plan.splits, 64); most_ctas > 0; --most_ctas) {
+    const std::int64_t splits = (plan.splits + most_ctas - 1) / most_ctas, ctas = (plan.splits + splits - 1) / splits,
+                       waves = (queries * plan.head_tiles * ctas + p.device.sms - 1) / p.device.sms,
+                       stored = queries * p.h_q * (1 + plan.splits - splits) * (2 * 4 * kDv),
+                       clocks = waves * (plan.kernel.clocks->of_cta + splits * of_split) +
+                                (ctas == 1 ? 0 : kMerge + stored / kBytesOfClock);
+    if (clocks < least) best = splits, least = clocks;
+  }
+  return best;
+}
+
 inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
   using runtime::Unsupported;
   if (const char* reason = unsupported_by_splits(p)) return Unsupported{reason};
@@ -69,12 +93,14 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   };
   plan.splits_of_keys = std::max<std::int64_t>(splits_of(p.keys), 1);
   plan.splits = plan.splits_of_keys + (p.extra ? splits_of(*p.extra) : 0);
-  const std::int64_t queries = p.b * p.q_len, ctas_of_query = plan.splits * plan.head_tiles;
+  plan.splits_of_cta = splits_of_cta(p, plan);
+  plan.ctas_of_query = (plan.splits + plan.splits_of_cta - 1) / plan.splits_of_cta;
+  const std::int64_t queries = p.b * p.q_len, ctas_of_query = plan.ctas_of_query * plan.head_tiles;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
-  if (!runtime::fit_in_ints({queries, p.h_q, ctas_of_query, plan.splits * p.h_q}))
+  if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
     return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
   plan.queries_at_once = std::min({queries, kMostCtas / std::max(ctas_of_query, p.h_q)});
-  if (plan.splits == 1) return plan;
+  if (plan.ctas_of_query == 1) return plan;
   const std::int64_t of_workspace = p.device.sms * std::min<std::int64_t>(p.h_q, 64) / p.h_q;
   plan.queries_at_once = std::min(plan.queries_at_once, std::max<std::int64_t>(of_workspace, 1));
   const std::int64_t partials = plan.queries_at_once * plan.splits * p.h_q;
@@ -103,6 +129,7 @@ inline SplitParams split_params(const Problem& problem, const SplitPlan& plan, v
   p.h_q = static_cast<int>(problem.h_q), p.head_tiles = static_cast<int>(plan.head_tiles);
   p.q_len = static_cast<int>(problem.q_len);
   p.splits = static_cast<int>(plan.splits), p.splits_of_keys = static_cast<int>(plan.splits_of_keys);
+  p.ctas_of_query = static_cast<int>(plan.ctas_of_query), p.splits_of_cta = static_cast<int>(plan.splits_of_cta);
   p.keys_per_split = problem.keys_per_split;
   p.partial_stats = runtime::at_offset<arch::Words2>(workspace, plan.stats);
   p.partial_out = runtime::at_offset<float>(workspace, plan.out);
@@ -118,9 +145,10 @@ inline void launch_splits(const Problem& problem, const SplitPlan& plan, void* w
     p.first_query = static_cast<int>(first);
     runtime::launch(
         kName, plan.kernel.kernel,
-        runtime::shape_of_ctas(count * plan.splits * plan.head_tiles, plan.kernel.threads, plan.kernel.shared_bytes),
+        runtime::shape_of_ctas(count * plan.ctas_of_query * plan.head_tiles, plan.kernel.threads,
+                               plan.kernel.shared_bytes),
         stream, p);
-    if (plan.splits == 1) continue;
+    if (plan.ctas_of_query == 1) continue;
     arch::LaunchShape merge = runtime::shape_of_ctas(count * problem.h_q, MergeConfig::kThreads);
     merge.programmatic_dependency = problem.device.has_dependent_launches();
     runtime::launch(kName, sparse_mla_decode_merge, merge, stream, p);

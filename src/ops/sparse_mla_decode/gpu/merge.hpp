@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(MergeConfig::kThreads)
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
       if (first + i >= p.splits) continue;
-      const int64_t at = (int64_t{query} * p.splits + first + i) * p.h_q + head;
+      const int64_t at = partial_row(p, p.first_query + query, first + i) + head;
       split[i] = arch::bit_cast<Stats>(p.partial_stats[at]);
       values[i] = {};
       if (split[i].sum != 0)
@@ -56,12 +56,7 @@ __global__ void __launch_bounds__(MergeConfig::kThreads)
       if (split[i].sum == 0) continue;
       const MergeFactors factors = merge_stats(stats, split[i]);
       HOPWELL_UNROLL
-      for (int n = 0; n < 4; ++n) {
-        const float later = arch::bit_cast<float>(values[i].w[n]);
-        sums[n] = factors.earlier == 0 && factors.later == 1
-                      ? later
-                      : fmaf(later, factors.later, tile::rescaled(sums[n], factors.earlier));
-      }
+      for (int n = 0; n < 4; ++n) sums[n] = merge_values(sums[n], arch::bit_cast<float>(values[i].w[n]), factors);
     }
   }
   const float factor = finish_head(p, p.first_query + query, head, stats, arch::thread_index() == 0);

@@ -31,6 +31,7 @@ struct SplitParams {
   int splits, splits_of_keys;  // of a query; of the first cache
   int64_t keys_per_split;
   int first_query;              // of this launch
+  int ctas_of_query, splits_of_cta;  // of a tile of heads; of every CTA but a query's last one
   float* partial_out;           // [queries of a launch, splits, h_q, 512]: Σ p · v; not written where a split is empty
   arch::Words2* partial_stats;  // [queries of a launch, splits, h_q]: row_max, Σ p
 
@@ -67,6 +68,17 @@ HOPWELL_DEVICE float finish_head(const SplitParams& p, int query, int head, cons
   float factor = 1 / stats.sum;
   if (p.attn_sink) factor /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
   return factor * p.kv_scale_factor();
+}
+
+// Merges an element of the output of a later split with the output so far, which is 0 at first. The output of splits
+// without keys must be 0.
+HOPWELL_DEVICE float merge_values(float earlier, float later, const MergeFactors& f) {
+  return fmaf(later, f.later, tile::rescaled(earlier, f.earlier));
+}
+
+// Row of partial_out and partial_stats of a query's first head, for split `split`.
+HOPWELL_DEVICE int64_t partial_row(const SplitParams& p, int query, int split) {
+  return (int64_t{query - p.first_query} * p.splits + split) * p.h_q;
 }
 
 // Element `column` of a head's output; its row begins at row_of_out().

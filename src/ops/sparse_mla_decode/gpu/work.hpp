@@ -6,25 +6,26 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// The query, the split and the tile of heads of a CTA. Read again where it is needed, to save registers.
+// The query, the splits and the tile of heads of a CTA. Read again where it is needed, to save registers.
 struct Work {
-  int number;  // of the split in the launch
-  int split;   // of the query
   int query;
+  int split, splits;  // the first one, and how many
   int first_head;
 
-  HOPWELL_DEVICE Work(const SplitParams& p, int heads)
-      : number(arch::block_index() / p.head_tiles),
-        split(number % p.splits),
-        query(p.first_query + number / p.splits),
-        first_head(arch::block_index() % p.head_tiles * heads) {}
+  HOPWELL_DEVICE Work(const SplitParams& p, int heads) {
+    const int number = arch::block_index() / p.head_tiles;
+    query = p.first_query + number / p.ctas_of_query;
+    split = number % p.ctas_of_query * p.splits_of_cta;
+    splits = p.splits - split < p.splits_of_cta ? p.splits - split : p.splits_of_cta;
+    first_head = arch::block_index() % p.head_tiles * heads;
+  }
 };
 
 HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
   return p.q + query / p.q_len * p.q_stride[0] + query % p.q_len * p.q_stride[1];
 }
 
-// The entries of a split, in the first or in the second cache.
+// The entries of a query's split, in the first or in the second cache.
 struct Entries {
   mla_cache::Blocks cache;
   const int* row;
@@ -34,12 +35,13 @@ struct Entries {
   int block;         // slots of a table's page
   uint32_t blocks;   // pages from this number on do not exist
 
-  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) {
-    const bool is_extra = work.split >= p.splits_of_keys;
+  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) : Entries(p, work.query, work.split) {}
+  HOPWELL_DEVICE Entries(const SplitParams& p, int query, int split) {
+    const bool is_extra = split >= p.splits_of_keys;
     const Keys& keys = is_extra ? p.extra : p.keys;
     const PagedSelection& selection = keys.selection;
-    const int64_t b = work.query / p.q_len, i = work.query % p.q_len, visible_entries = selection.visible(b, i);
-    const int64_t first = (is_extra ? work.split - p.splits_of_keys : work.split) * p.keys_per_split,
+    const int64_t b = query / p.q_len, i = query % p.q_len, visible_entries = selection.visible(b, i);
+    const int64_t first = (is_extra ? split - p.splits_of_keys : split) * p.keys_per_split,
                   left = selection.length(b, i) - first;
     cache = keys.cache;
     row = selection.row(b, i) + first;

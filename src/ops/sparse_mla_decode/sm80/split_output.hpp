@@ -202,7 +202,7 @@ template <class Config>
 HOPWELL_DEVICE void store_partial(const SplitParams& p, int head_of_lane, const Stats& stats, const Output<Config>& out,
                                   bool empty) {
   const Work work(p, Config::kHeads);
-  const int64_t first = int64_t{work.number} * p.h_q + work.first_head;
+  const int64_t first = partial_row(p, work.query, work.split) + work.first_head;
   const bool stores = arch::lane_index() % Config::kLanesOfHead == 0 && work.first_head + head_of_lane < p.h_q;
   if (stores) p.partial_stats[first + head_of_lane] = arch::bit_cast<arch::Words2>(stats);
   if (empty) return;

@@ -22,7 +22,8 @@
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_decode/sm90/producer.hpp"
+#include "ops/sparse_mla_decode/sm90/feeder.hpp"
+#include "ops/sparse_mla_decode/sm90/fillers.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "runtime/with_constant.hpp"
 #include "tile/gpu/dependency.hpp"
@@ -32,10 +33,10 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
 
 template <class TheRow, int kTheHeads>
-struct Config : KeyTile<TheRow, 1, 128> {
+struct Config : KeyTile<TheRow, 128> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kReaders = 128, kThreads = kReaders + 128;
-  static constexpr int kConsumerRegisters = 112, kProducerRegisters = 144;
+  static constexpr int kConsumerRegisters = 208, kFeederRegisters = 48,
+                       kFillerRegisters = 128;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products
   static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
 };
@@ -51,6 +52,10 @@ struct Storage {
   float row_scale[Config::kHeads];   // of O before a tile
   float row_max[Config::kHeads];     // at the end
   float factor[Config::kHeads];      // of O at the end
+  MergeFactors merge[Config::kHeads];
+
+  // Executed by one thread, before a barrier of the CTA.
+  HOPWELL_DEVICE void initialise() { tiles.initialise(); }
 };
 
 #if HOPWELL_HAS_SM90A
@@ -70,9 +75,9 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kPanels; ++i) {
-    if (i == 0 || i == Config::kPanelsOfGroup) {
+    if (i == 0 || i == Config::kPanelsOfPart) {
       slot.wait_full(i == 0 ? 0 : 1);
-      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the producer has executed it
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the fillers have executed it
       arch::wgmma_fence();
     }
     const int panel = tile::score_panel<Config::kDqk>(i);
@@ -198,7 +203,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
     for (int step = 0; step < 4; ++step)
       arch::wgmma_ss<kOptions>(out[panel], v + (uint32_t(panel) * tile::kPanelBytes + uint32_t(step) * 16 * 128 >> 4),
                                b + (uint32_t(step) * 32 >> 4), !first || step > 0);
-    if (panel % Config::kPanelsOfGroup == Config::kPanelsOfGroup - 1) arch::wgmma_commit();
+    if (panel % Config::kPanelsOfPart == Config::kPanelsOfPart - 1) arch::wgmma_commit();
   }
   arch::wgmma_wait<1>();
   slot.release(0);
@@ -208,75 +213,109 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
   slot.release(1);
 }
 
-// Stores the statistics of a partial result, or the lse of the final one and the factors of O.
-template <class Config>
-HOPWELL_DEVICE void store_statistics(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums, bool odd) {
-  if (!HeadSums<Config>::has()) return;
-  const Work work(p, Config::kHeads);
-  const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
-  const Stats stats{s.row_max[of_tile], sums.total(odd)};
-  if (arch::thread_index() % 4 != 0 || head >= p.h_q) return;
-  if (p.splits > 1)
-    p.partial_stats[int64_t{work.number} * p.h_q + head] = arch::bit_cast<arch::Words2>(stats);
-  else
-    s.factor[of_tile] = finish_head(p, work.query, head, stats, true);
-}
+// ---- results --------------------------------------------------------------------------------------------------------
 
+// Of the splits of a CTA.
 template <class Config>
-HOPWELL_DEVICE void store_output(const SplitParams& p, const Storage<Config>& s, const Output<Config>& out) {
-  const Work work(p, Config::kHeads);
-  HOPWELL_UNROLL
-  for (int h = 0; h < Config::kThreadHeads; ++h) {
-    const int head = work.first_head + Place::head(h);
-    if (head >= p.h_q) continue;
-    const float factor = p.splits > 1 ? 1 : s.factor[Place::head(h)];
-    const int64_t partial = (int64_t{work.number} * p.h_q + head) * kDv, row = row_of_out(p, work.query, head);
+struct Result {
+  Output<Config> out = {};  // merged so far
+  Stats stats;              // the same, of the head of HeadSums
+
+  // Ends split `split` of the CTA: merges it, or stores its partial result.
+  HOPWELL_DEVICE void end_split(const SplitParams& p, Storage<Config>& s, int split, const HeadSums<Config>& sums,
+                                bool odd, const Output<Config>& of_split) {
+    const Work work(p, Config::kHeads);
+    const bool has_all = p.ctas_of_query == 1, merges = p.splits > 1 && work.split == 0,
+               is_last = split == work.splits - 1, is_final = has_all && is_last,
+               has_slot = !has_all && (!merges || is_last);
+    const int slot = merges ? 0 : work.split + split;
+    arch::barrier_sync(kReaderBarrier, Config::kReaders);
+    if (HeadSums<Config>::has()) {
+      const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
+      const Stats later{s.row_max[of_tile], sums.total(odd)};
+      const MergeFactors factors = merges ? merge_stats(stats, later) : MergeFactors{};
+      if (!merges) stats = later;
+      if (arch::thread_index() % 4 == 0) s.merge[of_tile] = factors;
+      if (head < p.h_q && arch::thread_index() % 4 == 0) {
+        if (is_final) s.factor[of_tile] = finish_head(p, work.query, head, stats, true);
+        if (has_slot) stats_at(p, work.query, slot, head) = arch::bit_cast<arch::Words2>(stats);
+        // The merge kernel finds the CTA's splits in slot 0.
+        if (merges && split > 0 && !has_all) stats_at(p, work.query, split, head) = arch::bit_cast<arch::Words2>(Stats{});
+      }
+    }
+    arch::barrier_sync(kReaderBarrier, Config::kReaders);
     HOPWELL_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const int column = 64 * (i / 2) + Place::row(i % 2);
-      const float x = out[i / 2][Place::value(h, i % 2)];
-      if (p.splits > 1)
-        p.partial_out[partial + column] = x;
-      else if (p.out_is_fp32)
-        static_cast<float*>(p.out)[row + column] = final_value(x, factor);
-      else
-        static_cast<bf16*>(p.out)[row + column] = arch::to_bf16(final_value(x, factor));
+    for (int h = 0; h < Config::kThreadHeads; ++h) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const int value = Place::value(h, i % 2);
+        const float later = of_split[i / 2][value];
+        out[i / 2][value] = merges ? merge_values(out[i / 2][value], later, s.merge[Place::head(h)]) : later;
+      }
+    }
+    if (is_final || has_slot) store(p, s, work, slot, is_final);
+  }
+
+ private:
+  static HOPWELL_DEVICE arch::Words2& stats_at(const SplitParams& p, int query, int slot, int head) {
+    return p.partial_stats[partial_row(p, query, slot) + head];
+  }
+  HOPWELL_DEVICE void store(const SplitParams& p, const Storage<Config>& s, const Work& work, int slot,
+                            bool is_final) const {
+    HOPWELL_UNROLL
+    for (int h = 0; h < Config::kThreadHeads; ++h) {
+      const int head = work.first_head + Place::head(h);
+      if (head >= p.h_q) continue;
+      const float factor = is_final ? s.factor[Place::head(h)] : 1;
+      const int64_t partial = (partial_row(p, work.query, slot) + head) * kDv, row = row_of_out(p, work.query, head);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const int column = 64 * (i / 2) + Place::row(i % 2);
+        const float x = out[i / 2][Place::value(h, i % 2)];
+        if (!is_final)
+          p.partial_out[partial + column] = x;
+        else if (p.out_is_fp32)
+          static_cast<float*>(p.out)[row + column] = final_value(x, factor);
+        else
+          static_cast<bf16*>(p.out)[row + column] = arch::to_bf16(final_value(x, factor));
+      }
     }
   }
-}
+};
 
 template <class Config>
 HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
-  Softmax<Config> softmax;
-  HeadSums<Config> sums;
-  Output<Config> out = {};
-  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
-  const bool has_keys = s.tiles.has_keys;
-  bool is_last = !has_keys;
+  Result<Config> result;
   int tile = 0;
   HOPWELL_NO_UNROLL
-  for (; !is_last; ++tile) {
-    const tile::RingSlot slot(s.tiles.ring, tile);
-    float scores[Config::kHeads / 2], scale[Config::kThreadHeads];
-    multiply_scores(s, slot, scores);
-    is_last = s.tiles.is_last[slot.stage()];
-    softmax(s, scale_log2, s.tiles.valid_keys[slot.stage()], scores, scale);
-    arch::fence_proxy_async();
-    arch::barrier_sync(kReaderBarrier, Config::kReaders);
-    sums.add_tile(s);
-    multiply_values(s, slot, scale, out, tile == 0);
+  for (int split = 0; split < Work(p, Config::kHeads).splits; ++split) {
+    Softmax<Config> softmax;
+    HeadSums<Config> sums;
+    Output<Config> out = {};
+    TileInfo info{};
+    int tiles = 0;
+    HOPWELL_NO_UNROLL
+    for (; !info.is_last; ++tile, ++tiles) {
+      const tile::RingSlot slot(s.tiles.ring, tile);
+      float scores[Config::kHeads / 2], scale[Config::kThreadHeads];
+      slot.wait_full(0);
+      info = s.tiles.info[slot.stage()];
+      multiply_scores(s, slot, scores);
+      softmax(s, scale_log2, info.keys, scores, scale);
+      arch::fence_proxy_async();
+      arch::barrier_sync(kReaderBarrier, Config::kReaders);
+      sums.add_tile(s);
+      multiply_values(s, slot, scale, out, tiles == 0);
+    }
+    if (split == Work(p, Config::kHeads).splits - 1) tile::launch_dependents();
+    if (arch::thread_index() < 4) {
+      HOPWELL_UNROLL
+      for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
+    }
+    result.end_split(p, s, split, sums, tiles % 2 == 1, out);
   }
-  tile::launch_dependents();
-  if (arch::thread_index() < 4) {
-    HOPWELL_UNROLL
-    for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
-  }
-  arch::barrier_sync(kReaderBarrier, Config::kReaders);
-  store_statistics(p, s, sums, tile % 2 == 1);
-  if (p.splits == 1) arch::barrier_sync(kReaderBarrier, Config::kReaders);
-  if (has_keys || p.splits == 1) store_output(p, s, out);
 }
 
 #endif
@@ -284,18 +323,21 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
 }  // namespace few_heads
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 2)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) s.tiles.initialise();
+  if (arch::thread_index() == 0) s.initialise();
   arch::syncthreads();
-  if (arch::warpgroup_index() == 0) {
-    arch::setmaxnreg_dec<Config::kConsumerRegisters>();
+  if (const int group = arch::warpgroup_index(); group == 0) {
+    arch::setmaxnreg_inc<Config::kConsumerRegisters>();
     few_heads::consume(p, s);
+  } else if (group == 1) {
+    arch::setmaxnreg_dec<Config::kFeederRegisters>();
+    feed<Config>(p, s.tiles, s.panels);
   } else {
-    arch::setmaxnreg_inc<Config::kProducerRegisters>();
-    produce<true>(p, s.tiles, s.panels);
+    arch::setmaxnreg_dec<Config::kFillerRegisters>();
+    fill<Config>(p, s.tiles, s.panels);
   }
 #endif
 }
@@ -306,8 +348,9 @@ template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads) {
   return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
     using Config = few_heads::Config<RowsOfFormat, kHeads>;
-    static_assert(2 * (sizeof(few_heads::Storage<Config>) + 1024) <= 228 * 1024);
-    return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>)};
+    static_assert(sizeof(few_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
+    return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>),
+            Clocks{.of_cta = 12'000, .of_tile = 4000}};
   });
 }
 

@@ -5,33 +5,32 @@
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
-//           warpgroups   producer  list the rows of valid entries, load them, decode codes to bf16 and store them to
-//           2, 3                   panels for wgmma, a tile each in turns: see producer.hpp
-// Timeline  low         S 1 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│O += P 1 V ▓▓▓▓│S 2 ▓▓▓▓▓▓▓▓▓▓▓│exp ░░░░░│O += P 2 V ▓▓▓▓│
-//           high        ▓ P 0 V│·················│O += P 1 V ▓▓▓▓│······················│O += P 2 V ▓▓▓▓│
-//           producer 2  tile 2 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 4 left ▒▒▒▒│loads│right ▒▒▒▒│
-//           producer 3              tile 3 left ▒▒▒▒│loads│right ▒▒▒▒│        tile 5 left ▒▒▒▒│loads│right ▒▒▒▒│
-// Panels    A tile becomes full in two parts; S of a part is multiplied as soon as that part is full. A tile is
-//           released in groups of panels: see key_tiles.hpp
+//           warpgroup 2  feeder    finds the rows of valid entries and copies them to the stages: feeder.hpp
+//           warpgroups   fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//           3, 4                   copy rows of bf16: copied_rows.hpp
+// Timeline  feeder   rows 2 │························│rows 3 │························│rows 4 │
+//           fillers  ········│left 2 ▒▒▒▒│right 2 ▒▒▒▒│······│left 3 ▒▒▒▒│right 3 ▒▒▒▒│
+//           low      S 1 ▓▓▓▓▓▓│exp ░░░│O += P 1 V ▓▓▓│S 2 ▓▓▓▓▓▓▓▓▓▓▓▓│exp ░░░│O += P 2 V ▓▓▓│
+//           high     ▓ P 0 V│··········│O += P 1 V ▓▓▓│················│·······│O += P 2 V ▓▓▓│
+// Panels    A tile becomes full in two parts; S of a part is multiplied as soon as that part is full: key_tiles.hpp
 // Codes     bf16(code · scale) by a shift and one product of bf16. It is correctly rounded if the scale is 0 or a bf16
-//           number from 2^-124 to below 2^8. If a warp meets another scale, or a lane a NaN code, the warp or lane
-//           reads its codes again and computes in fp32, as the operator defines the value.
+//           number from 2^-124 to below 2^8. A thread that meets another scale or a NaN code decodes again in fp32, as
+//           the operator defines the value.
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8, in units of log 2
 //           (tile/gpu/softmax.hpp). Sums of even and of odd tiles are added separately. So sparse_mla_forward has the
 //           same bits if it has the same keys in the same tiles.
-// Entries   128 at a time. The rows of valid entries are listed in order, and the list is cut into tiles. Invalid
-//           entries cost nothing.
-// Budget    shared: Q 73,728 + K 2 × 73,728 + P 8,192 + rows 2,048 + ~800, with gaps
-//           232,448 B, all that a CTA can have
-//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); producers 32 to 40
-//           for codes in flight + ~40 (80)
-// Bound     per key: 34 clocks of the tensor cores; shared memory and L1 about 50: 28 for the products, 8 for decoded
-//           rows, 6 for cache lines of loads, 8 for the rest; 35 clocks of DRAM on an H200 (656-byte rows). Measured:
-//           95. L1 is busy for 54 of the 95; the rest are latencies of dependent steps
+// Budget    shared: Q 73,728 + K 2 × 74,752 + P 8,192 + ~900: 232,448 B are all that a CTA can have
+//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); a feeder 32;
+//           fillers 16 for codes + ~32 (48)
+// Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for rows as they
+//           are, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 77. A stage takes about
+//           9,800 clocks from one tile to the next: 1,000 to copy rows, 1,000 of latency, 3,300 to decode, 2,300 for
+//           S, the softmax and O, and the waits between them. There are two stages
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_decode/sm90/producer.hpp"
+#include "ops/sparse_mla_decode/sm90/feeder.hpp"
+#include "ops/sparse_mla_decode/sm90/fillers.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/fragment.hpp"
@@ -39,12 +38,12 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace many_heads {
 
-enum class Role { low, high, producer };  // of the warpgroups; the third and the fourth are producers
+enum class Role { low, high, feeder, filler };  // of the warpgroups; the last two are fillers
 
 template <class TheRow>
-struct Config : KeyTile<TheRow, 2, 256> {
-  static constexpr int kHeads = 64, kReaders = 256, kThreads = kReaders + 256;
-  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kProducerRegisters = 80;
+struct Config : KeyTile<TheRow, 256> {
+  static constexpr int kHeads = 64;
+  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kFeederRegisters = 32, kFillerRegisters = 48;
 };
 
 template <class Config>
@@ -53,17 +52,14 @@ struct Storage {
   alignas(1024) KeyPanels<Config> panels;
   alignas(1024) unsigned char p[tile::kPanelBytes];
   KeyTiles<Config> tiles;
-  float row_scale[Config::kHeads], factor[Config::kHeads];  // of O before a tile; of O at the end
-  float scale_log2;  // sm_scale · kv_scale, in units of log 2. Here to save a register
-  tile::RingBarriers<1> p_ring;
-  arch::mbarrier factors_full;
+  float row_factor[Config::kHeads];  // row_scale of O before a tile; after the last tile the factor of O
+  float scale_log2;                  // sm_scale · kv_scale, in units of log 2. Here to save a register
+  tile::RingBarriers<1> p_ring;      // P and row_factor
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    constexpr uint32_t kWarps = Config::kReadingWarps;
     tiles.initialise();
-    p_ring.init(kWarps, kWarps);
-    arch::mbarrier_init(factors_full, kWarps);
+    p_ring.init(Config::kReadingWarps, Config::kReadingWarps);
   }
 };
 
@@ -78,9 +74,9 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.panels[slot.stage()]));
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kPanels; ++i) {
-    if (i == 0 || i == Config::kPanelsOfGroup) {
+    if (i == 0 || i == Config::kPanelsOfPart) {
       slot.wait_full(i == 0 ? 0 : 1);
-      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the producer has executed it
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the fillers have executed it
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
@@ -136,13 +132,13 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 constexpr int kBlocks = 2;  // of a warpgroup
 using Output = float[kBlocks][64];
 
-// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns. They are a group of panels, which is released then.
+// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns. They are a part of the tile, which is released then.
 // `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
 template <class Config, class Slot, class Multiply>
-HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int group, const float (&row_scale)[2],
+HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int part, const float (&row_scale)[2],
                                     Output& out, bool first, const Multiply& multiply) {
   const uint32_t panels =
-      arch::shared_address(s.panels[slot.stage()]) + uint32_t(group * Config::kPanelsOfGroup) * tile::kPanelBytes;
+      arch::shared_address(s.panels[slot.stage()]) + uint32_t(part * Config::kPanelsOfPart) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);
   if (!first && arch::ballot(row_scale[0] != 1 || row_scale[1] != 1) != 0) {
     HOPWELL_UNROLL
@@ -163,7 +159,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, 
   arch::wgmma_wait<0>();
   HOPWELL_UNROLL
   for (auto& block : out) arch::pin_registers(block);
-  slot.release(group);
+  slot.release(part);
 }
 constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 
@@ -181,7 +177,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
     const int head = work.first_head + row_of_thread(r), column = first_column + tile::fragment_column();
     if (head >= p.h_q) continue;
     if (p.splits > 1) {
-      float* const row = p.partial_out + (int64_t{work.number} * p.h_q + head) * kDv + column;
+      float* const row = p.partial_out + (partial_row(p, work.query, work.split) + head) * kDv + column;
       HOPWELL_UNROLL
       for (int i = 0; i < 16 * kBlocks; ++i) {
         const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
@@ -217,7 +213,7 @@ HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[
     if (p.splits == 1)
       factor[r] = finish_head(p, work.query, head, stats[r], stores);
     else if (stores)
-      p.partial_stats[int64_t{work.number} * p.h_q + head] = arch::bit_cast<arch::Words2>(stats[r]);
+      p.partial_stats[partial_row(p, work.query, work.split) + head] = arch::bit_cast<arch::Words2>(stats[r]);
   }
 }
 
@@ -227,29 +223,31 @@ template <class Config>
 HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   if (arch::thread_index() == 0) s.scale_log2 = p.scale_log2 * p.kv_scale_factor();
   load_query<Config>(p, arch::shared_address(s.q));
+  const float scale_log2 = s.scale_log2;
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
   Output out = {};
-  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
-  const bool has_keys = s.tiles.has_keys;
-  bool is_last = !has_keys;
   int tile = 0;
+  const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
+  const auto store_of_rows = [&](const float(&x)[2]) {
+    if (tile::quad_lane() != 0) return;
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) s.row_factor[row_of_thread(r)] = x[r];
+  };
+  TileInfo info{};
   HOPWELL_NO_UNROLL
-  for (; !is_last; ++tile) {
+  for (; !info.is_last; ++tile) {
     const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
-    const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
+    slot.wait_full(0);
+    info = s.tiles.info[slot.stage()];
     float scores[32], row_scale[2];
     multiply_scores(s, slot, scores);
-    is_last = s.tiles.is_last[slot.stage()];
-    softmax(s.scale_log2, s.tiles.valid_keys[slot.stage()], scores, state, row_scale);
+    softmax(scale_log2, info.keys, scores, state, row_scale);
     tile::Probabilities probabilities;
-    p_slot.wait_empty();
+    p_slot().wait_empty();
     probabilities.round_and_store(scores, arch::shared_address(s.p));
-    if (tile::quad_lane() == 0) {
-      HOPWELL_UNROLL
-      for (int r = 0; r < 2; ++r) s.row_scale[row_of_thread(r)] = row_scale[r];
-    }
+    store_of_rows(row_scale);
     arch::fence_proxy_async();
-    p_slot.commit();
+    p_slot().commit();
     multiply_values(s, slot, 0, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
       arch::wgmma_rs<kValues>(of_half, probabilities.fragment[step], v, accumulate);
     });
@@ -260,13 +258,11 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   float factor[2];
   store_statistics<Config>(p, stats, factor);
   if (p.splits == 1) {
-    if (tile::quad_lane() == 0) {
-      HOPWELL_UNROLL
-      for (int r = 0; r < 2; ++r) s.factor[row_of_thread(r)] = factor[r];
-    }
-    tile::arrive_warp(s.factors_full);
+    p_slot().wait_empty();
+    store_of_rows(factor);
+    p_slot().commit();
   }
-  if (has_keys || p.splits == 1) store_columns<Config>(p, 0, out, factor);
+  if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, 0, out, factor);
 }
 
 template <class Config>
@@ -274,30 +270,28 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
   Output out = {};
-  tile::ring_stage(s.tiles.ring, 0).wait_full(0);
-  const bool has_keys = s.tiles.has_keys;
-  bool is_last = !has_keys;
-  HOPWELL_NO_UNROLL
-  for (int tile = 0; !is_last; ++tile) {
-    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
-    const auto p_slot = tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2));
-    float row_scale[2];
-    p_slot.wait_full();
+  int tile = 0;
+  const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
+  const auto load_of_rows = [&](float(&x)[2]) {
+    p_slot().wait_full();
     HOPWELL_UNROLL
-    for (int r = 0; r < 2; ++r) row_scale[r] = s.row_scale[row_of_thread(r)];
-    is_last = s.tiles.is_last[slot.stage()];
+    for (int r = 0; r < 2; ++r) x[r] = s.row_factor[row_of_thread(r)];
+  };
+  TileInfo info{};
+  HOPWELL_NO_UNROLL
+  for (; !info.is_last; ++tile) {
+    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
+    float row_scale[2];
+    load_of_rows(row_scale);
+    info = s.tiles.info[slot.stage()];
     multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
       arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
     });
-    p_slot.release();
+    p_slot().release();
   }
   float factor[2] = {0, 0};
-  if (p.splits == 1) {
-    arch::mbarrier_wait(s.factors_full, 0);
-    HOPWELL_UNROLL
-    for (int r = 0; r < 2; ++r) factor[r] = s.factor[row_of_thread(r)];
-  }
-  if (has_keys || p.splits == 1) store_columns<Config>(p, kBlocks * 128, out, factor);
+  if (p.splits == 1) load_of_rows(factor);
+  if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, kBlocks * 128, out, factor);
 }
 
 #endif
@@ -313,10 +307,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (arch::thread_index() == 0) s.initialise();
   arch::syncthreads();
   const int group = arch::warpgroup_index();
-  const Role role = group < 2 ? Role{group} : Role::producer;
-  if (role == Role::producer) {
-    arch::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce<false>(p, s.tiles, s.panels);
+  const Role role = group < 3 ? Role{group} : Role::filler;
+  if (role == Role::feeder) {
+    arch::setmaxnreg_dec<Config::kFeederRegisters>();
+    feed<Config>(p, s.tiles, s.panels);
+  } else if (role == Role::filler) {
+    arch::setmaxnreg_dec<Config::kFillerRegisters>();
+    fill<Config>(p, s.tiles, s.panels);
   } else if (role == Role::low) {
     arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);

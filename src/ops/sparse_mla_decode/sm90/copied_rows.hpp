@@ -1,0 +1,58 @@
+// The kernels of sparse_mla_decode for Hopper: fillers that copy rows of bf16 to panels by cp.async.
+//
+// A warp copies eight rows: its lanes have the eight chunks of four rows. Rows past the last key of a tile repeat that
+// key. Their scores are masked, so they add 0 times values that the query has selected. A tile without keys is zeros.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
+#include "tile/gpu/gather.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+#if HOPWELL_HAS_SM90A
+
+template <class Tile>
+HOPWELL_DEVICE void fill_from_bf16(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  constexpr int kRows = 2;  // of a lane
+  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(),
+            first_row = 8 * warp + lane / 8, chunk = lane % 8;
+  int splits = Work(p, 1).splits;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; splits > 0; ++tile) {
+    const tile::RingSlot slot(s.ring, tile);
+    const int stage = slot.stage();
+    arch::mbarrier_wait(s.fed[stage], slot.parity());
+    const TileInfo info = s.fed_info[stage];
+    const RowAddresses<Tile>& of_tile = s.rows[stage];
+    const unsigned char *rows[kRows], *second[kRows];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first_row + 4 * i < info.keys ? first_row + 4 * i : info.keys - 1;
+      rows[i] = info.keys > 0 ? of_tile.data[row] + 16 * chunk : p.keys.cache.data;
+      second[i] = rows[i] + 2 * kDv;
+      if constexpr (Tile::Row::kMayHaveRopeCache)
+        if (p.rope_cache.data && info.keys > 0) second[i] = of_tile.second[row] + 16 * chunk;
+    }
+    const uint32_t to = arch::shared_address(panels[stage]) + tile::swizzled(first_row, chunk);
+    begin_tile(s, slot, info);
+    HOPWELL_UNROLL
+    for (int n = 0; n < Tile::kPanels; ++n) {
+      const int panel = tile::score_panel<Tile::kDqk>(n);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kRows; ++i)
+        arch::cp_async(tile::four_rows_on(to, uint32_t(i)) + uint32_t(panel) * tile::kPanelBytes,
+                       panel == 8 ? second[i] : rows[i] + 128 * panel, info.keys > 0 ? 16 : 0);
+      if (n != Tile::kPanelsOfPart - 1 && n != Tile::kPanels - 1) continue;
+      const int part = n < Tile::kPanelsOfPart ? 0 : 1;
+      slot.commit(part);
+      tile::arrive_after_copies<true>(slot.full(part));
+    }
+    splits -= info.is_last;
+  }
+  arch::cp_async_wait_all();
+}
+
+#endif
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

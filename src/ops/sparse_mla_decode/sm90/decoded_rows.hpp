@@ -1,0 +1,185 @@
+// The kernels of sparse_mla_decode for Hopper: fillers that decode rows of codes to panels of bf16.
+//
+//     stage      0 ────────── panels 0 to 3 ──────────│── panels 4 to 7, RoPE ──
+//                                                     │── rows as the feeder has copied them ──
+//
+// The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
+// when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
+// panel: neither their loads nor their stores have bank conflicts, because the pitch of rows is an odd number of 16-byte
+// units.
+//
+// Rows past the last key of a tile are decoded to zeros. Their scores are masked.
+#pragma once
+
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
+#include "tile/gpu/e4m3.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+#if HOPWELL_HAS_SM90A
+
+// The scales of a thread's codes in one part of a tile. Panels are counted in the part; RoPE is panel 4 of part 1.
+template <class Row>
+struct PartScales {
+  static constexpr auto kScale = Row::kFormat.scale;
+  static constexpr int kTile = Row::kFormat.tile;  // codes that share a scale
+  uint32_t words[2] = {};                          // fp32: of two panels each; ue8m0: bytes
+
+  // piece: 16 codes of a panel.
+  HOPWELL_DEVICE void load(const unsigned char* row, int part, int piece) {
+    if constexpr (kScale != mla_cache::Scale::none) {
+      constexpr int kBytesOfPart = 256 / kTile * (kScale == mla_cache::Scale::fp32 ? 4 : 1);
+      const unsigned char* at = row + Row::kScalesAt + kBytesOfPart * part;
+      if constexpr (kBytesOfPart == 4) {
+        words[0] = *reinterpret_cast<const uint32_t*>(at);
+      } else {
+        const auto both = *reinterpret_cast<const arch::Words2*>(at);
+        words[0] = both.w[0], words[1] = both.w[1];
+      }
+      // A panel of two scales: the first byte of each pair is this thread's.
+      if constexpr (kTile == 32) words[0] >>= 8 * (piece / 2), words[1] >>= 8 * (piece / 2);
+    }
+  }
+  // Of two panels. Without an index, which would need local memory.
+  [[nodiscard]] HOPWELL_DEVICE uint32_t word(int panel) const { return panel < 2 ? words[0] : words[1]; }
+  [[nodiscard]] HOPWELL_DEVICE uint32_t byte(int panel) const {
+    return kTile == 32 ? word(panel) >> 16 * (panel % 2) & 0xff : words[0] >> 8 * panel & 0xff;
+  }
+  [[nodiscard]] HOPWELL_DEVICE float value(int panel) const {
+    if constexpr (kScale == mla_cache::Scale::none) return 1;
+    if constexpr (kScale == mla_cache::Scale::fp32) return arch::bit_cast<float>(word(panel));
+    return mla_cache::ue8m0(uint8_t(byte(panel)));
+  }
+  [[nodiscard]] HOPWELL_DEVICE tile::ScaledCodes::Factor factor(int panel) const {
+    if constexpr (kScale == mla_cache::Scale::ue8m0) return tile::ScaledCodes::factor_of_ue8m0(byte(panel));
+    return tile::ScaledCodes::factor_of(value(panel));
+  }
+};
+
+// Decodes 16 codes to two chunks, at `to` and at to ^ 16. `decode(word, pairs)`: four codes to two words.
+template <class Decode>
+HOPWELL_DEVICE void store_decoded(const arch::Words4& codes, uint32_t to, const Decode& decode) {
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    arch::Words4 chunk;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) decode(codes.w[2 * half + i], &chunk.w[2 * i]);
+    arch::store_shared_v4(to ^ uint32_t(16 * half), chunk);
+  }
+}
+// The same as the operator defines the values: for NaN codes and any scale.
+HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale, uint32_t to) {
+  store_decoded(codes, to, [&](uint32_t word, uint32_t* pairs) {
+    HOPWELL_UNROLL
+    for (int j = 0; j < 2; ++j)
+      pairs[j] = arch::pack_bf16(tile::e4m3_to_float(word >> 16 * j & 0xff) * scale,
+                                 tile::e4m3_to_float(word >> (16 * j + 8) & 0xff) * scale);
+  });
+}
+
+// A thread's codes of a row in one part of a tile, and their scales.
+template <class Tile>
+struct PartCodes {
+  using Row = typename Tile::Row;
+  static constexpr bool kRopeIsCodes = Row::kHasRope && !Row::kRopeIsPlain;
+  static constexpr int kPanels = kRopeIsCodes ? 5 : 4;
+  arch::Words4 codes[kPanels] = {};
+  PartScales<Row> scales;
+
+  // Panels of a part that are codes.
+  static constexpr HOPWELL_HOST_DEVICE int panels(int part) { return part == 0 ? 4 : Row::is_plain(7) ? 3 : kPanels; }
+  static HOPWELL_DEVICE arch::Words4 load(const unsigned char* row, int part, int piece, int panel) {
+    return *reinterpret_cast<const arch::Words4*>(row + 64 * (4 * part + panel) + 16 * piece);
+  }
+
+  // Decodes part kPart. to: of its first panel. `after(i)`: when panel i has been decoded. Returns whether the values are
+  // right; else the caller decodes exactly.
+  template <int kPart, class After>
+  HOPWELL_DEVICE bool decode(uint32_t to, const After& after) {
+    bool exact = true;
+    HOPWELL_UNROLL
+    for (int i = 0; i < panels(kPart); ++i) exact = exact && scales.factor(i).exact;
+    tile::ScaledCodes decoder(exact);
+    HOPWELL_UNROLL
+    for (int i = 0; i < panels(kPart); ++i) {
+      const uint32_t factor = scales.factor(i).pair;
+      store_decoded(codes[i], to + uint32_t(i) * tile::kPanelBytes,
+                    [&](uint32_t word, uint32_t* pairs) { decoder.decode(word, factor, pairs); });
+      after(i);
+    }
+    return decoder.is_right();
+  }
+};
+
+// Decodes the rows of all tiles.
+template <class Tile>
+HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  using Row = typename Tile::Row;
+  using Codes = PartCodes<Tile>;
+  constexpr bool kPlain = Tile::kPlainPanel >= 0;
+  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(), row = 8 * warp + lane % 8,
+            piece = lane / 8;
+  int splits = Work(p, 1).splits;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; splits > 0; ++tile) {
+    const tile::RingSlot slot(s.ring, tile);
+    const int stage = slot.stage();
+    arch::mbarrier_wait(s.fed[stage], slot.parity());
+    const TileInfo info = s.fed_info[stage];
+    const bool has_row = row < info.keys;
+    const unsigned char* const at = panels[stage] + Tile::kRawAt + row * Row::kPitch;
+    const uint32_t left = arch::shared_address(panels[stage]) + tile::swizzled(row, 2 * piece),
+                   right = left + Tile::kPanelsOfPart * tile::kPanelBytes;
+    Codes codes;
+    if (has_row) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Codes::panels(0); ++i) codes.codes[i] = Codes::load(at, 0, piece, i);
+      codes.scales.load(at, 0, piece);
+    }
+    begin_tile(s, slot, info);
+    // The codes of part 1 are loaded to the registers of those that have been decoded.
+    bool is_right = codes.template decode<0>(left, [&](int i) {
+      if (has_row && i < Codes::panels(1)) codes.codes[i] = Codes::load(at, 1, piece, i);
+    });
+    if (has_row && !is_right) {
+      HOPWELL_NO_UNROLL
+      for (int i = 0; i < Codes::panels(0); ++i)
+        store_decoded_exactly(Codes::load(at, 0, piece, i), codes.scales.value(i), left + uint32_t(i) * tile::kPanelBytes);
+    }
+    arch::fence_proxy_async();
+    slot.commit(0);
+    arch::Words4 plain[2] = {};
+    if (has_row) {
+      codes.scales.load(at, 1, piece);
+      HOPWELL_UNROLL
+      for (int i = 4; i < Codes::panels(1); ++i) codes.codes[i] = Codes::load(at, 1, piece, i);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 2; ++i)
+        if (kPlain)
+          plain[i] = *reinterpret_cast<const arch::Words4*>(at + Row::kFormat.plain_at + 32 * piece + 16 * i);
+    }
+    tile::arrive_warp(s.read[stage]);
+    arch::mbarrier_wait(s.read[stage], slot.parity());
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i)
+      if (kPlain)
+        arch::store_shared_v4((left ^ uint32_t(16 * i)) + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes, plain[i]);
+    is_right = codes.template decode<1>(right, [](int) {});
+    if (has_row && !is_right) {
+      HOPWELL_NO_UNROLL
+      for (int i = 0; i < Codes::panels(1); ++i) {
+        store_decoded_exactly(codes.codes[0], codes.scales.value(i), right + uint32_t(i) * tile::kPanelBytes);
+        HOPWELL_UNROLL
+        for (int j = 0; j + 1 < Codes::kPanels; ++j) codes.codes[j] = codes.codes[j + 1];
+      }
+    }
+    arch::fence_proxy_async();
+    slot.commit(1);
+    splits -= info.is_last;
+  }
+}
+
+#endif
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -1,0 +1,167 @@
+// The kernels of sparse_mla_decode for Hopper: the feeder, a warpgroup that finds the rows of a split's valid entries
+// and gives them to the fillers, tile by tile.
+//
+//     rows of codes   a bulk copy of each row to the stage, as it is
+//     rows of bf16    the rows' addresses
+//
+// Invalid entries cost nothing: a tile has the next 64 valid ones. Every warp looks at all entries, 64 at a time, and
+// keeps its own 16 rows of each tile. If 64 valid entries follow each other from the start of a tile, as they usually
+// do, lanes i and i + 16 get row i by a shuffle. Otherwise valid slots go through a ring in shared memory.
+//
+//     feeder   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
+#pragma once
+
+#include <bit>
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/bulk_copy.hpp"
+#include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
+#include "tile/gpu/gather.hpp"
+
+namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
+
+#if HOPWELL_HAS_SM90A
+
+template <class Tile>
+struct Feeder {
+  using Row = typename Tile::Row;
+  static constexpr int kRows = Tile::kKeys / Tile::kFeedingWarps;  // of this warp in a tile
+  static constexpr uint32_t kAll = 0xffffffff;
+  const SplitParams& p;
+  KeyTiles<Tile>& s;
+  int warp = arch::thread_index() / 32 % Tile::kFeedingWarps;
+  uint32_t next = 0;  // entry of the split
+  int entry[2];       // entries next + lane and next + 32 + lane
+  // The 64 entries before them, unless no entry is left: a lane's two slots, and which are valid.
+  int slot[2];
+  uint32_t valid[2];
+  int listed = 0, taken = 0;  // slots of the ring
+  const unsigned char *data, *second;
+
+  HOPWELL_DEVICE Feeder(const SplitParams& params, KeyTiles<Tile>& tiles) : p(params), s(tiles) {}
+
+  HOPWELL_DEVICE void load_entries() {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) entry[i] = s.entries.entry(next + uint32_t(arch::lane_index() + 32 * i));
+  }
+  [[nodiscard]] HOPWELL_DEVICE bool has_slots() const { return (valid[0] | valid[1]) != 0; }
+  // Goes to the next 64 entries of which one is valid.
+  HOPWELL_DEVICE void find_slots() {
+    valid[0] = valid[1] = 0;
+    HOPWELL_NO_UNROLL
+    while (!has_slots() && next < uint32_t(s.entries.count)) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 2; ++i) slot[i] = s.entries.slot(entry[i], s.entries.page(entry[i]));
+      HOPWELL_UNROLL
+      for (int i = 0; i < 2; ++i) valid[i] = arch::ballot(slot[i] >= 0);
+      next += Tile::kKeys;
+      load_entries();
+    }
+  }
+  // Appends the warp's rows of the 64 entries to the ring.
+  HOPWELL_DEVICE void list_slots() {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int at = listed + std::popcount(valid[i] & ((1U << arch::lane_index()) - 1));
+      if (slot[i] >= 0 && at % Tile::kKeys / kRows == warp) s.slots[warp][ring_at(at)] = slot[i];
+      listed += std::popcount(valid[i]);
+    }
+  }
+  static HOPWELL_DEVICE int ring_at(int number) { return number / Tile::kKeys % 2 * kRows + number % kRows; }
+
+  HOPWELL_DEVICE void begin_split(int query, int split) {
+    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);
+    if (arch::thread_index() % Tile::kFeeders == 0) s.entries = Entries(p, query, split);
+    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);
+    next = 0, listed = taken = 0;
+    load_entries();
+    find_slots();
+  }
+  // Finds the next tile and the addresses of its rows: lanes i and i + 16 have row i.
+  HOPWELL_DEVICE TileInfo find_tile() {
+    const int row = kRows * warp + arch::lane_index() % kRows;  // of the tile
+    int keys, slot_of_row;
+    if (listed == taken && (valid[0] & valid[1]) == kAll) {
+      keys = Tile::kKeys;
+      slot_of_row = arch::shuffle(warp < Tile::kFeedingWarps / 2 ? slot[0] : slot[1], row % 32);
+      find_slots();
+    } else {
+      HOPWELL_NO_UNROLL
+      while (listed - taken < Tile::kKeys && has_slots()) {
+        list_slots();
+        find_slots();
+      }
+      keys = listed - taken < Tile::kKeys ? listed - taken : Tile::kKeys;
+      arch::syncwarp();
+      slot_of_row = row < keys ? s.slots[warp][ring_at(taken + row)] : 0;
+      arch::syncwarp();
+      taken += keys;
+    }
+    const RowAddress<Row> address(p, s.entries.cache, slot_of_row);
+    data = address.data, second = address.second;
+    fetch_to_l2(row < keys);
+    return {int16_t(keys), int16_t(listed == taken && !has_slots())};
+  }
+  // The row's last bytes may not be fetched.
+  HOPWELL_DEVICE void fetch_to_l2(bool valid_row) const {
+    constexpr int kLines = Row::kDataBytes / 128 + 1, kLanes = 32 / kRows;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kLines; i += kLanes) {
+      const int line = i + arch::lane_index() / kRows;
+      if (valid_row && 128 * line < Row::kDataBytes) arch::prefetch_l2(data + 128 * line);
+    }
+  }
+  // Gives the tile to the fillers.
+  HOPWELL_DEVICE void send(KeyPanels<Tile>& panels, int stage, TileInfo info) const {
+    const int lane = arch::lane_index(), row = kRows * warp + lane;
+    const bool has_row = lane < kRows && row < info.keys;
+    arch::mbarrier& fed = s.fed[stage];
+    if (warp == 0 && lane == 0) s.fed_info[stage] = info;
+    if constexpr (Tile::kCopiesRows) {
+      if (has_row) {
+        s.rows[stage].data[row] = data;
+        if constexpr (RowAddress<Row>::kHasSecond) s.rows[stage].second[row] = second;
+      }
+      tile::arrive_warp(fed);
+    } else {
+      constexpr uint32_t kBytes = Row::kDataBytes, kSecond = Row::kSecondBytes;
+      constexpr bool kBulk = kSecond % 16 == 0;
+      const int left = info.keys - kRows * warp, own = left < 0 ? 0 : left < kRows ? left : kRows;
+      arch::syncwarp();
+      if (lane == 0) arch::mbarrier_arrive_expect_tx(fed, uint32_t(own) * (kBytes + (kBulk ? kSecond : 0)));
+      arch::syncwarp();
+      const uint32_t to = arch::shared_address(panels[stage]) + uint32_t(Tile::kRawAt + row * Row::kPitch);
+      if (has_row) {
+        arch::bulk_load(to, data, kBytes, fed);
+        if constexpr (kSecond > 0 && kBulk) arch::bulk_load(to + kBytes, second, kSecond, fed);
+        if constexpr (!kBulk) arch::cp_async<kSecond>(to + kBytes, second);
+      }
+      if constexpr (!kBulk) tile::arrive_after_copies<true>(fed);
+    }
+  }
+};
+
+template <class Tile>
+HOPWELL_DEVICE void feed(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  Feeder<Tile> feeder(p, s);
+  int tile = 0;
+  HOPWELL_NO_UNROLL
+  for (int split = 0; split < Work(p, 1).splits; ++split) {
+    const Work work(p, 1);
+    feeder.begin_split(work.query, work.split + split);
+    bool is_last = false;
+    HOPWELL_NO_UNROLL
+    for (; !is_last; ++tile) {
+      const TileInfo info = feeder.find_tile();
+      const tile::RingSlot slot(s.ring, tile);
+      slot.wait_empty(1);  // rows of codes take the place of part 1
+      feeder.send(panels, slot.stage(), info);
+      is_last = info.is_last != 0;
+    }
+  }
+  if constexpr (!Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0) arch::cp_async_wait_all();
+}
+
+#endif
+
+}  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
