@@ -70,7 +70,7 @@ struct Feeder {
   static HOPWELL_DEVICE int ring_at(int number) { return number / Tile::kKeys % 2 * kRows + number % kRows; }
 
   HOPWELL_DEVICE void begin_split(int query, int split) {
-    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);
+    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);  // kept: a CTA of many heads has one split
     if (arch::thread_index() % Tile::kFeeders == 0) s.entries = Entries(p, query, split);
     arch::barrier_sync(kFeederBarrier, Tile::kFeeders);
     next = 0, listed = taken = 0;
@@ -127,9 +127,8 @@ struct Feeder {
       constexpr uint32_t kBytes = Row::kDataBytes, kSecond = Row::kSecondBytes;
       constexpr bool kBulk = kSecond % 16 == 0;
       const int left = info.keys - kRows * warp, own = left < 0 ? 0 : left < kRows ? left : kRows;
-      arch::syncwarp();
+      // Copies may complete before this: the phase ends only after lane 0 has arrived.
       if (lane == 0) arch::mbarrier_arrive_expect_tx(fed, uint32_t(own) * (kBytes + (kBulk ? kSecond : 0)));
-      arch::syncwarp();
       const uint32_t to = arch::shared_address(panels[stage]) + uint32_t(Tile::kRawAt + row * Row::kPitch);
       if (has_row) {
         arch::bulk_load(to, data, kBytes, fed);

@@ -203,13 +203,12 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
     for (int step = 0; step < 4; ++step)
       arch::wgmma_ss<kOptions>(out[panel], v + (uint32_t(panel) * tile::kPanelBytes + uint32_t(step) * 16 * 128 >> 4),
                                b + (uint32_t(step) * 32 >> 4), !first || step > 0);
-    if (panel % Config::kPanelsOfPart == Config::kPanelsOfPart - 1) arch::wgmma_commit();
   }
-  arch::wgmma_wait<1>();
-  slot.release(0);
+  arch::wgmma_commit();
   arch::wgmma_wait<0>();
   HOPWELL_UNROLL
   for (auto& of_panel : out) arch::pin_registers(of_panel);
+  slot.release(0);
   slot.release(1);
 }
 

@@ -77,14 +77,14 @@ struct KeyTiles {
     ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? Tile::kFillers : 0), Tile::kReadingWarps);
     tile::init_barriers(Tile::kFeedingWarps + (kFeedersCopy ? Tile::kFeeders : 0), fed);
     if constexpr (!Tile::kCopiesRows) tile::init_barriers(Tile::kFillingWarps, read);
-    arch::fence_mbarrier_init();
+    arch::fence_mbarrier_init();  // kept: copies complete on barriers that another thread has initialised
   }
 };
 
 // Waits until part 0 of a stage is empty and tells the readers about its next tile. Executed by the fillers.
 template <class Tile, class Slot>
 HOPWELL_DEVICE void begin_tile(KeyTiles<Tile>& s, const Slot& slot, TileInfo info) {
-  slot.wait_empty(0);
+  slot.wait_empty(0);  // kept: few heads release part 0 before part 1, for which the feeder has waited
   if (arch::thread_index() == Tile::kFirstFiller) s.info[slot.stage()] = info;
 }
 
