@@ -1,8 +1,8 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
-// A CTA of the split kernel has a tile of a query's heads, and one of its splits or several. The CTAs of a split's head
-// tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics, so that
-// a query without entries costs little, and one long row is spread over the GPU.
+// A CTA of the split kernel has a tile of a query's heads, and one split of the query or several. The CTAs of a split's
+// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics,
+// so that a query without entries costs little, and one long row is spread over the GPU.
 //
 //     the query's first CTA   merges its splits, as split 0; if it has all of them, its result is final
 //     the others              store a partial result of each split. The merge kernel follows
@@ -28,13 +28,13 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 struct SplitPlan {
   SplitKernel kernel;
-  int heads = 0;                     // of a tile
-  std::int64_t head_tiles = 0;       // of a query
-  std::int64_t splits_of_keys = 0;   // of a query in the first cache
-  std::int64_t splits = 0;           // of a query
+  int heads = 0;                                      // of a tile
+  std::int64_t head_tiles = 0;                        // of a query
+  std::int64_t splits_of_keys = 0;                    // of a query in the first cache
+  std::int64_t splits = 0;                            // of a query
   std::int64_t splits_of_cta = 1, ctas_of_query = 0;  // for a tile of heads
-  std::int64_t queries_at_once = 0;  // of a launch
-  std::size_t stats = 0, out = 0;    // offsets in the workspace
+  std::int64_t queries_at_once = 0;                   // of a launch
+  std::size_t stats = 0, out = 0;                     // offsets in the workspace
   std::size_t workspace_bytes = 0;
 };
 
@@ -143,11 +143,10 @@ inline void launch_splits(const Problem& problem, const SplitPlan& plan, void* w
   for (std::int64_t first = 0; first < queries; first += plan.queries_at_once) {
     const std::int64_t count = std::min(plan.queries_at_once, queries - first);
     p.first_query = static_cast<int>(first);
-    runtime::launch(
-        kName, plan.kernel.kernel,
-        runtime::shape_of_ctas(count * plan.ctas_of_query * plan.head_tiles, plan.kernel.threads,
-                               plan.kernel.shared_bytes),
-        stream, p);
+    runtime::launch(kName, plan.kernel.kernel,
+                    runtime::shape_of_ctas(count * plan.ctas_of_query * plan.head_tiles, plan.kernel.threads,
+                                           plan.kernel.shared_bytes),
+                    stream, p);
     if (plan.ctas_of_query == 1) continue;
     arch::LaunchShape merge = runtime::shape_of_ctas(count * problem.h_q, MergeConfig::kThreads);
     merge.programmatic_dependency = problem.device.has_dependent_launches();

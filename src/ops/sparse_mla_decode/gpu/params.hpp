@@ -30,7 +30,7 @@ struct SplitParams {
   int h_q, head_tiles, q_len;
   int splits, splits_of_keys;  // of a query; of the first cache
   int64_t keys_per_split;
-  int first_query;              // of this launch
+  int first_query;                   // of this launch
   int ctas_of_query, splits_of_cta;  // of a tile of heads; of every CTA but a query's last one
   float* partial_out;           // [queries of a launch, splits, h_q, 512]: Σ p · v; not written where a split is empty
   arch::Words2* partial_stats;  // [queries of a launch, splits, h_q]: row_max, Σ p

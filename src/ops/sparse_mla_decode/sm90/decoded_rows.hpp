@@ -5,8 +5,8 @@
 //
 // The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
 // when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
-// panel: neither their loads nor their stores have bank conflicts, because the pitch of rows is an odd number of 16-byte
-// units.
+// panel. Neither their loads nor their stores have bank conflicts, because rows are an odd number of 16-byte units
+// apart.
 //
 // Rows past the last key of a tile are decoded to zeros. Their scores are masked.
 #pragma once
@@ -93,8 +93,8 @@ struct PartCodes {
     return *reinterpret_cast<const arch::Words4*>(row + 64 * (4 * part + panel) + 16 * piece);
   }
 
-  // Decodes part kPart. to: of its first panel. `after(i)`: when panel i has been decoded. Returns whether the values are
-  // right; else the caller decodes exactly.
+  // Decodes part kPart. to: address of its first panel. Calls after(i) when panel i has been decoded. Returns whether
+  // the values are right; otherwise the caller decodes exactly.
   template <int kPart, class After>
   HOPWELL_DEVICE bool decode(uint32_t to, const After& after) {
     bool exact = true;
@@ -118,8 +118,8 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
   using Row = typename Tile::Row;
   using Codes = PartCodes<Tile>;
   constexpr bool kPlain = Tile::kPlainPanel >= 0;
-  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(), row = 8 * warp + lane % 8,
-            piece = lane / 8;
+  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(),
+            row = 8 * warp + lane % 8, piece = lane / 8;
   int splits = Work(p, 1).splits;
   HOPWELL_NO_UNROLL
   for (int tile = 0; splits > 0; ++tile) {
@@ -145,7 +145,8 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
     if (has_row && !is_right) {
       HOPWELL_NO_UNROLL
       for (int i = 0; i < Codes::panels(0); ++i)
-        store_decoded_exactly(Codes::load(at, 0, piece, i), codes.scales.value(i), left + uint32_t(i) * tile::kPanelBytes);
+        store_decoded_exactly(Codes::load(at, 0, piece, i), codes.scales.value(i),
+                              left + uint32_t(i) * tile::kPanelBytes);
     }
     arch::fence_proxy_async();
     slot.commit(0);
@@ -156,8 +157,7 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
       for (int i = 4; i < Codes::panels(1); ++i) codes.codes[i] = Codes::load(at, 1, piece, i);
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i)
-        if (kPlain)
-          plain[i] = *reinterpret_cast<const arch::Words4*>(at + Row::kFormat.plain_at + 32 * piece + 16 * i);
+        if (kPlain) plain[i] = *reinterpret_cast<const arch::Words4*>(at + Row::kFormat.plain_at + 32 * piece + 16 * i);
     }
     tile::arrive_warp(s.read[stage]);
     arch::mbarrier_wait(s.read[stage], slot.parity());

@@ -1,7 +1,7 @@
 // The kernels of sparse_mla_decode for Hopper: the feeder, a warpgroup that finds the rows of a split's valid entries
 // and gives them to the fillers, tile by tile.
 //
-//     rows of codes   a bulk copy of each row to the stage, as it is
+//     rows of codes   a bulk copy of each row to the stage, unmodified
 //     rows of bf16    the rows' addresses
 //
 // Invalid entries cost nothing: a tile has the next 64 valid ones. Every warp looks at all entries, 64 at a time, and
@@ -45,7 +45,7 @@ struct Feeder {
     for (int i = 0; i < 2; ++i) entry[i] = s.entries.entry(next + uint32_t(arch::lane_index() + 32 * i));
   }
   [[nodiscard]] HOPWELL_DEVICE bool has_slots() const { return (valid[0] | valid[1]) != 0; }
-  // Goes to the next 64 entries of which one is valid.
+  // Goes to the next 64 entries that have a valid one among them.
   HOPWELL_DEVICE void find_slots() {
     valid[0] = valid[1] = 0;
     HOPWELL_NO_UNROLL

@@ -1,24 +1,26 @@
-// sparse_mla_decode for Hopper, tiles of 8 or 16 heads: attention of one split of a query's keys, for rows of every
+// sparse_mla_decode for Hopper, tiles of 8 or 16 heads: attention of some splits of a query's keys, for rows of every
 // format.
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 64 rows of a product, heads its columns
 //     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
-// Tile      one query, 8 or 16 heads, one split of its entries; 64 keys at a time
-// Roles     warpgroup 0  consumer  S, the softmax, and O += P V for all columns
-//           warpgroup 1  producer  lists the rows of valid entries, loads them, decodes codes to bf16 and stores
-//                                  them to panels for wgmma: see producer.hpp
-// Timeline  producer  0 left ▒▒▒▒│0 right ▒▒▒▒│ loads 1 in flight                   │1 left ▒▒▒▒│1 right ▒▒▒▒│
-//           consumer  ···········│S 0 ▓▓▓▓▓▓▓▓│exp ░░│O += P V left ▓▓▓│right ▓▓▓▓▓▓│·····│S 1 ▓▓▓▓▓▓▓▓│exp ░░│ …
-//           An SM has two CTAs: one decodes while the other multiplies
-// Panels    A tile becomes full in two parts and is released in groups of panels: see key_tiles.hpp
+// Tile      one query, 8 or 16 heads, one or more splits of its entries; 64 keys at a time
+// Roles     warpgroup 0  consumer  S, the softmax, O += P V for all columns, and the merge of splits
+//           warpgroup 1  feeder    finds the rows of valid entries and copies them to the stages: feeder.hpp
+//           warpgroups   fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//           2, 3                   copy rows of bf16: copied_rows.hpp
+// Timeline  feeder    rows 2 │····················│rows 3 │····················│rows 4 │
+//           fillers   ·······│left 2 ▒▒▒│right 2 ▒▒▒│·····│left 3 ▒▒▒│right 3 ▒▒▒│
+//           consumer  S 1 ▓▓▓▓│exp ░░│O += P 1 V ▓▓▓▓│····│S 2 ▓▓▓▓│exp ░░│O += P 2 V ▓▓▓▓│
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
 //           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
-// Budget    16 heads, V3.2 rows: shared: K 73,728 + Q 18,432 + P 2,048 + rows 2,048 + ~1,900 = 98 KB: two CTAs an SM
-//           registers: consumer O 64 + S 8 + ~40 (112); producer 66 for codes in flight + ~70 (144)
-// Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory and L1 about 50: 20 for the products,
-//           9 for decoded rows, 6 for cache lines of loads, the rest for RoPE, lists and statistics. Measured with two
-//           CTAs: 90. A tile takes 3 µs from its first load to its last product, and a split of 256 keys has four
+// Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
+//           result is final. Other CTAs store a partial result of each of their splits.
+// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,600 = 172 KB
+//           registers: consumer O 64 + merged O 64 + ~40 (208); a feeder 48; fillers 128
+// Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
+//           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 70 for 16. Decoding takes 3,200 of a tile's
+//           4,000 clocks; with sixteen fillers it took half of that, and a tile 3,900
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -35,8 +37,7 @@ namespace few_heads {
 template <class TheRow, int kTheHeads>
 struct Config : KeyTile<TheRow, 128> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kConsumerRegisters = 208, kFeederRegisters = 48,
-                       kFillerRegisters = 128;
+  static constexpr int kConsumerRegisters = 208, kFeederRegisters = 48, kFillerRegisters = 128;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products
   static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
 };
@@ -239,7 +240,8 @@ struct Result {
         if (is_final) s.factor[of_tile] = finish_head(p, work.query, head, stats, true);
         if (has_slot) stats_at(p, work.query, slot, head) = arch::bit_cast<arch::Words2>(stats);
         // The merge kernel finds the CTA's splits in slot 0.
-        if (merges && split > 0 && !has_all) stats_at(p, work.query, split, head) = arch::bit_cast<arch::Words2>(Stats{});
+        if (merges && split > 0 && !has_all)
+          stats_at(p, work.query, split, head) = arch::bit_cast<arch::Words2>(Stats{});
       }
     }
     arch::barrier_sync(kReaderBarrier, Config::kReaders);

@@ -62,11 +62,11 @@ template <class Tile>
 struct KeyTiles {
   // Slots of valid entries, where a tile is not 64 entries in a row: for each feeding warp a ring of its rows.
   int slots[Tile::kFeedingWarps][2 * Tile::kKeys / Tile::kFeedingWarps];
-  Entries entries;                      // of the split that is fed
-  TileInfo fed_info[Tile::kStages];     // for the fillers
-  TileInfo info[Tile::kStages];         // for the readers
-  arch::mbarrier fed[Tile::kStages];    // fed_info, and rows of codes or the addresses of rows of bf16
-  arch::mbarrier read[Tile::kStages];   // rows of codes: the fillers have read them
+  Entries entries;                     // of the split that is fed
+  TileInfo fed_info[Tile::kStages];    // for the fillers
+  TileInfo info[Tile::kStages];        // for the readers
+  arch::mbarrier fed[Tile::kStages];   // fed_info, and rows of codes or the addresses of rows of bf16
+  arch::mbarrier read[Tile::kStages];  // rows of codes: the fillers have read them
   tile::RingBarriers<Tile::kStages, 2, 2> ring;
   std::conditional_t<Tile::kCopiesRows, RowAddresses<Tile>, NoAddresses> rows[Tile::kStages];
 

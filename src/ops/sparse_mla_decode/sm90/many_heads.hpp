@@ -22,8 +22,8 @@
 // Budget    shared: Q 73,728 + K 2 × 74,752 + P 8,192 + ~900: 232,448 B are all that a CTA can have
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); a feeder 32;
 //           fillers 16 for codes + ~32 (48)
-// Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for rows as they
-//           are, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 77. A stage takes about
+// Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for unmodified
+//           rows, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 77. A stage takes about
 //           9,800 clocks from one tile to the next: 1,000 to copy rows, 1,000 of latency, 3,300 to decode, 2,300 for
 //           S, the softmax and O, and the waits between them. There are two stages
 #pragma once
@@ -228,7 +228,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   Output out = {};
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
-  const auto store_of_rows = [&](const float(&x)[2]) {
+  const auto store_of_rows = [&](const float (&x)[2]) {
     if (tile::quad_lane() != 0) return;
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) s.row_factor[row_of_thread(r)] = x[r];
@@ -272,7 +272,7 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   Output out = {};
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
-  const auto load_of_rows = [&](float(&x)[2]) {
+  const auto load_of_rows = [&](float (&x)[2]) {
     p_slot().wait_full();
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) x[r] = s.row_factor[row_of_thread(r)];
