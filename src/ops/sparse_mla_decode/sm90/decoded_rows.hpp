@@ -78,7 +78,7 @@ HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale
   });
 }
 
-// A thread's codes of a row in one part of a tile, and their scales.
+// A thread's codes of a row in one part of a tile, and their scales. Of part 0 only two panels at a time, in turns.
 template <class Tile>
 struct PartCodes {
   using Row = typename Tile::Row;
@@ -104,12 +104,24 @@ struct PartCodes {
     HOPWELL_UNROLL
     for (int i = 0; i < panels(kPart); ++i) {
       const uint32_t factor = scales.factor(i).pair;
-      store_decoded(codes[i], to + uint32_t(i) * tile::kPanelBytes,
+      store_decoded(codes[kPart == 0 ? i % 2 : i], to + uint32_t(i) * tile::kPanelBytes,
                     [&](uint32_t word, uint32_t* pairs) { decoder.decode(word, factor, pairs); });
       after(i);
     }
     return decoder.is_right();
   }
+};
+
+// A filler's row of a tile and its 16 codes of each panel. Computed where it is needed, to save registers.
+struct FillerPlace {
+  uint32_t thread;
+
+  HOPWELL_DEVICE FillerPlace() : thread(uint32_t(arch::thread_index())) { arch::pin_registers(thread); }
+  template <class Tile>
+  [[nodiscard]] HOPWELL_DEVICE int row() const {
+    return int((thread - Tile::kFirstFiller) / 32 * 8 + thread % 8);
+  }
+  [[nodiscard]] HOPWELL_DEVICE int piece() const { return int(thread % 32 / 8); }
 };
 
 // Decodes the rows of all tiles.
@@ -118,8 +130,6 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
   using Row = typename Tile::Row;
   using Codes = PartCodes<Tile>;
   constexpr bool kPlain = Tile::kPlainPanel >= 0;
-  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(),
-            row = 8 * warp + lane % 8, piece = lane / 8;
   int splits = Work(p, 1).splits;
   HOPWELL_NO_UNROLL
   for (int tile = 0; splits > 0; ++tile) {
@@ -127,56 +137,61 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
     const int stage = slot.stage();
     arch::mbarrier_wait(s.fed[stage], slot.parity());
     const TileInfo info = s.fed_info[stage];
-    const bool has_row = row < info.keys;
-    const unsigned char* const at = panels[stage] + Tile::kRawAt + row * Row::kPitch;
-    const uint32_t left = arch::shared_address(panels[stage]) + tile::swizzled(row, 2 * piece),
-                   right = left + Tile::kPanelsOfPart * tile::kPanelBytes;
+    begin_tile(s, slot, info);
+    splits -= info.is_last;
+    const bool has_row = FillerPlace().row<Tile>() < info.keys;
+    const auto row_at = [&] { return panels[stage] + Tile::kRawAt + FillerPlace().row<Tile>() * Row::kPitch; };
+    const auto panel_at = [&](int panel) {
+      return arch::shared_address(panels[stage]) + uint32_t(panel) * tile::kPanelBytes +
+             tile::swizzled(FillerPlace().row<Tile>(), 2 * FillerPlace().piece());
+    };
+    const auto codes_of = [&](int part, int panel) {
+      return Codes::load(row_at(), part, FillerPlace().piece(), panel);
+    };
     Codes codes;
     if (has_row) {
       HOPWELL_UNROLL
-      for (int i = 0; i < Codes::panels(0); ++i) codes.codes[i] = Codes::load(at, 0, piece, i);
-      codes.scales.load(at, 0, piece);
+      for (int i = 0; i < 2; ++i) codes.codes[i] = codes_of(0, i);
+      codes.scales.load(row_at(), 0, FillerPlace().piece());
     }
-    begin_tile(s, slot, info);
-    // The codes of part 1 are loaded to the registers of those that have been decoded.
-    bool is_right = codes.template decode<0>(left, [&](int i) {
-      if (has_row && i < Codes::panels(1)) codes.codes[i] = Codes::load(at, 1, piece, i);
+    // The codes of the panel after next are loaded, at the end those of the first two panels of part 1.
+    bool is_right = codes.template decode<0>(panel_at(0), [&](int i) {
+      if (has_row) codes.codes[i % 2] = codes_of(i / 2, (i + 2) % 4);
     });
     if (has_row && !is_right) {
       HOPWELL_NO_UNROLL
       for (int i = 0; i < Codes::panels(0); ++i)
-        store_decoded_exactly(Codes::load(at, 0, piece, i), codes.scales.value(i),
-                              left + uint32_t(i) * tile::kPanelBytes);
+        store_decoded_exactly(codes_of(0, i), codes.scales.value(i), panel_at(i));
     }
     arch::fence_proxy_async();
     slot.commit(0);
     arch::Words4 plain[2] = {};
     if (has_row) {
-      codes.scales.load(at, 1, piece);
+      codes.scales.load(row_at(), 1, FillerPlace().piece());
       HOPWELL_UNROLL
-      for (int i = 4; i < Codes::panels(1); ++i) codes.codes[i] = Codes::load(at, 1, piece, i);
+      for (int i = 2; i < Codes::panels(1); ++i) codes.codes[i] = codes_of(1, i);
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i)
-        if (kPlain) plain[i] = *reinterpret_cast<const arch::Words4*>(at + Row::kFormat.plain_at + 32 * piece + 16 * i);
+        if (kPlain)
+          plain[i] = *reinterpret_cast<const arch::Words4*>(row_at() + Row::kFormat.plain_at +
+                                                            32 * FillerPlace().piece() + 16 * i);
     }
     tile::arrive_warp(s.read[stage]);
     arch::mbarrier_wait(s.read[stage], slot.parity());
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i)
-      if (kPlain)
-        arch::store_shared_v4((left ^ uint32_t(16 * i)) + uint32_t(Tile::kPlainPanel) * tile::kPanelBytes, plain[i]);
-    is_right = codes.template decode<1>(right, [](int) {});
+      if (kPlain) arch::store_shared_v4(panel_at(Tile::kPlainPanel) ^ uint32_t(16 * i), plain[i]);
+    is_right = codes.template decode<1>(panel_at(Tile::kPanelsOfPart), [](int) {});
     if (has_row && !is_right) {
       HOPWELL_NO_UNROLL
       for (int i = 0; i < Codes::panels(1); ++i) {
-        store_decoded_exactly(codes.codes[0], codes.scales.value(i), right + uint32_t(i) * tile::kPanelBytes);
+        store_decoded_exactly(codes.codes[0], codes.scales.value(i), panel_at(Tile::kPanelsOfPart + i));
         HOPWELL_UNROLL
         for (int j = 0; j + 1 < Codes::kPanels; ++j) codes.codes[j] = codes.codes[j + 1];
       }
     }
     arch::fence_proxy_async();
     slot.commit(1);
-    splits -= info.is_last;
   }
 }
 
