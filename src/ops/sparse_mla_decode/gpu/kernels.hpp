@@ -2,18 +2,13 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 
 #include "ops/sparse_mla_decode/gpu/params.hpp"
 #include "ops/sparse_mla_decode/gpu/rows.hpp"
+#include "ops/sparse_mla_decode/splits.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
-
-// About how many clocks a CTA takes: for its start and end, and for 64 keys.
-struct Clocks {
-  std::int64_t of_cta, of_tile;
-};
 
 struct SplitKernel {
   void (*kernel)(SplitParams);

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string>
 
 #include "ops/sparse_mla_decode/gpu/kernels.hpp"
@@ -62,24 +61,6 @@ struct HeadsOfTile {
   SplitKernel kernel;
 };
 
-// The number of splits of a CTA for which a launch takes the least time, by the kernel's clocks.
-inline std::int64_t splits_of_cta(const Problem& p, const SplitPlan& plan) {
-  if (!plan.kernel.clocks || plan.splits == 1) return 1;
-  constexpr std::int64_t kMerge = 7000, kBytesOfClock = 2600;  // the merge kernel: its launch; written and read
-  const std::int64_t keys = std::min(p.keys_per_split, p.keys.selection.topk), queries = p.b * p.q_len,
-                     of_split = std::max<std::int64_t>(keys / 64, 1) * plan.kernel.clocks->of_tile;
-  std::int64_t best = 1, least = std::numeric_limits<std::int64_t>::max();
-  for (std::int64_t most_ctas = std::min<std::int64_t>(plan.splits, 64); most_ctas > 0; --most_ctas) {
-    const std::int64_t splits = (plan.splits + most_ctas - 1) / most_ctas, ctas = (plan.splits + splits - 1) / splits,
-                       waves = (queries * plan.head_tiles * ctas + p.device.sms - 1) / p.device.sms,
-                       stored = queries * p.h_q * (1 + plan.splits - splits) * (2 * 4 * kDv),
-                       clocks = waves * (plan.kernel.clocks->of_cta + splits * of_split) +
-                                (ctas == 1 ? 0 : kMerge + stored / kBytesOfClock);
-    if (clocks < least) best = splits, least = clocks;
-  }
-  return best;
-}
-
 inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
   using runtime::Unsupported;
   if (const char* reason = unsupported_by_splits(p)) return Unsupported{reason};
@@ -93,7 +74,14 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   };
   plan.splits_of_keys = std::max<std::int64_t>(splits_of(p.keys), 1);
   plan.splits = plan.splits_of_keys + (p.extra ? splits_of(*p.extra) : 0);
-  plan.splits_of_cta = splits_of_cta(p, plan);
+  if (plan.kernel.clocks)
+    plan.splits_of_cta = splits_of_cta({.queries = p.b * p.q_len,
+                                        .h_q = p.h_q,
+                                        .head_tiles = plan.head_tiles,
+                                        .splits = plan.splits,
+                                        .keys_of_split = std::min(p.keys_per_split, p.keys.selection.topk),
+                                        .sms = p.device.sms},
+                                       *plan.kernel.clocks);
   plan.ctas_of_query = (plan.splits + plan.splits_of_cta - 1) / plan.splits_of_cta;
   const std::int64_t queries = p.b * p.q_len, ctas_of_query = plan.ctas_of_query * plan.head_tiles;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
