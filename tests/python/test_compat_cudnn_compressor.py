@@ -1,7 +1,10 @@
 """cuDNN's compressor wrappers, against a pooling in float64 of one compressed key at a time, and its autograd."""
 
+import importlib
+import sys
 from typing import Any
 
+import hopwell.compat.cudnn
 import pytest
 import torch
 from hopwell.compat.cudnn import CSA
@@ -92,3 +95,14 @@ def test_bad_input_names_the_argument(changes: dict[str, Any], message: str) -> 
             continue
         with pytest.raises(ValueError, match=f"^csa_compressor_{name}_wrapper: {message}"):
             getattr(CSA, f"csa_compressor_{name}_wrapper")(**(more | given))
+
+
+def test_callers_of_the_front_end_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the module in the front end's place, `cudnn.csa.compressor` and `cudnn.__version__` are found."""
+    monkeypatch.setitem(sys.modules, "cudnn", hopwell.compat.cudnn)
+    for name in ("cudnn.csa", "cudnn.csa.compressor"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    compressor = importlib.import_module("cudnn.csa.compressor")
+    assert compressor.csa_compressor_forward_wrapper is CSA.csa_compressor_forward_wrapper
+    assert compressor.csa_compressor_backward_wrapper is CSA.csa_compressor_backward_wrapper
+    assert importlib.import_module("cudnn").__version__ == "1.32.0"

@@ -22,11 +22,13 @@ other than 0, and `stream` 2, which is another stream in each thread. The wrappe
 the functions for buffer sizes of candidates are absent.
 
 `CSA` follows `cudnn.csa.compressor` (in front ends with #427): the two wrappers of DeepSeek-V4's compressor, with the
-same arguments and results. Differences: any ratio and head_dim, GPUs from Ampere on, the host, float32, and rows with
-any stride. The backward has the same bits every time, so it also runs where PyTorch is told to be deterministic. Rows
-of `out` after the last document's are 0, where there they are a pooling of the first tokens. An entry whose score + ape
-is −inf is absent, and a column without an entry gives 0, where there it gives NaN. The two classes behind the wrappers
-and the functions for JAX are absent.
+same arguments and results. They are in `hopwell.compat.cudnn.csa.compressor`, too. Differences: any ratio and head_dim,
+GPUs from Ampere on, the host, float32, and rows with any stride. The backward has the same bits every time, so it also
+runs where PyTorch is told to be deterministic. Rows of `out` after the last document's are 0, where there they are a
+pooling of the first tokens. An entry whose score + ape is −inf is absent, and a column without an entry gives 0, where
+there it gives NaN. The two classes behind the wrappers and the functions for JAX are absent.
+
+`__version__` is the version of the front end that this module follows.
 
 Earlier versions differ. Before 1.32 `indexer_backward_wrapper` had sm_scale, loss_coeff, grad_loss in this order:
 pass them by name. Before 1.26, a call without q_causal_offsets let the last query see the last key; now the first
@@ -84,6 +86,8 @@ __all__ = [
     "sparse_attn_score_recompute_wrapper",
     "sparse_indexer_score_recompute_wrapper",
 ]
+
+__version__ = "1.32.0"
 
 DSA = SimpleNamespace(
     compactify_wrapper=compactify_wrapper,
