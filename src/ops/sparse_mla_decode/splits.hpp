@@ -23,13 +23,13 @@ struct SplitCounts {
 // that has all splits of a query writes the output. Otherwise each CTA but a query's first one stores a partial result of
 // each of its splits, and the merge kernel follows.
 inline std::int64_t splits_of_cta(const SplitCounts& counts, const Clocks& of) {
-  constexpr std::int64_t kMerge = 7000;                                     // clocks of the merge kernel's launch
-  constexpr std::int64_t kBytesOfClock = 2600, kBytesOfHead = 2 * 512 * 4;  // written and read
-  constexpr std::int64_t kEach = 16;                                        // of more CTAs, some numbers are tried
-  const std::int64_t of_split = std::max<std::int64_t>(counts.keys_of_split / 64, 1) * of.of_tile;
+  constexpr std::int64_t kMerge = 7000;  // clocks of the merge kernel's launch (H200)
+  constexpr std::int64_t kBytesOfClock = 2600, kBytesOfHead = 2 * 512 * 4;  // written and read (H200)
+  constexpr std::int64_t kAll = 16;  // up to 16 CTAs every number is tried; above, each is 3/4 of the last
+  const std::int64_t of_split = std::max<std::int64_t>((counts.keys_of_split + 63) / 64, 1) * of.of_tile;
   std::int64_t best = counts.splits, least = std::numeric_limits<std::int64_t>::max();
   for (std::int64_t most_ctas = counts.splits; most_ctas > 0;
-       most_ctas = most_ctas > kEach ? most_ctas * 3 / 4 : most_ctas - 1) {
+       most_ctas = most_ctas > kAll ? most_ctas * 3 / 4 : most_ctas - 1) {
     const std::int64_t splits = (counts.splits + most_ctas - 1) / most_ctas,
                        ctas = (counts.splits + splits - 1) / splits,
                        waves = (counts.queries * counts.head_tiles * ctas + counts.sms - 1) / counts.sms,

@@ -1,10 +1,11 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
 // A CTA of the split kernel has a tile of a query's heads, and one split of the query or several. The CTAs of a split's
-// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry only writes its statistics,
-// so that a query without entries costs little, and one long row is spread over the GPU.
+// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry stores its statistics alone, so
+// that a query without entries costs little, and one long row is spread over the GPU.
 //
-//     the query's first CTA   merges its splits, as split 0; if it has all of them, its result is final
+//     the query's first CTA   merges its splits. If it has all splits of the query, the result is final. Otherwise it
+//                             stores the result as that of split 0, and statistics without keys for its other splits
 //     the others              store a partial result of each split. The merge kernel follows
 //
 // Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited
@@ -74,19 +75,22 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   };
   plan.splits_of_keys = std::max<std::int64_t>(splits_of(p.keys), 1);
   plan.splits = plan.splits_of_keys + (p.extra ? splits_of(*p.extra) : 0);
-  if (plan.kernel.clocks)
-    plan.splits_of_cta = splits_of_cta({.queries = p.b * p.q_len,
+  const std::int64_t queries = p.b * p.q_len;
+  if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
+    return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
+  if (plan.kernel.clocks) {
+    const std::int64_t topk = std::max(p.keys.selection.topk, p.extra ? p.extra->selection.topk : 0);
+    plan.splits_of_cta = splits_of_cta({.queries = queries,
                                         .h_q = p.h_q,
                                         .head_tiles = plan.head_tiles,
                                         .splits = plan.splits,
-                                        .keys_of_split = std::min(p.keys_per_split, p.keys.selection.topk),
+                                        .keys_of_split = std::min(p.keys_per_split, topk),
                                         .sms = p.device.sms},
                                        *plan.kernel.clocks);
+  }
   plan.ctas_of_query = (plan.splits + plan.splits_of_cta - 1) / plan.splits_of_cta;
-  const std::int64_t queries = p.b * p.q_len, ctas_of_query = plan.ctas_of_query * plan.head_tiles;
+  const std::int64_t ctas_of_query = plan.ctas_of_query * plan.head_tiles;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
-  if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
-    return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
   plan.queries_at_once = std::min({queries, kMostCtas / std::max(ctas_of_query, p.h_q)});
   if (plan.ctas_of_query == 1) return plan;
   const std::int64_t of_workspace = p.device.sms * std::min<std::int64_t>(p.h_q, 64) / p.h_q;

@@ -6,7 +6,7 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// The query, the splits and the tile of heads of a CTA. Read again where it is needed, to save registers.
+// The query, the splits and the tile of heads of a CTA. Computed again where it is needed, to save registers.
 struct Work {
   int query;
   int split, splits;  // the first one, and how many

@@ -1,7 +1,8 @@
 // The kernels of sparse_mla_decode for Hopper: fillers that copy rows of bf16 to panels by cp.async.
 //
-// A warp copies eight rows: its lanes have the eight chunks of four rows. Rows past the last key of a tile repeat that
-// key. Their scores are masked, so they add 0 times values that the query has selected. A tile without keys is zeros.
+// A warp copies eight rows. A lane copies one 16-byte chunk of each panel of rows lane / 8 and lane / 8 + 4. Rows past
+// the last key of a tile repeat that key. Their scores are masked, so they add 0 times values that the query has
+// selected. A tile without keys is zeros.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"

@@ -5,8 +5,8 @@
 //
 // The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
 // when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
-// panel. Neither their loads nor their stores have bank conflicts, because rows are an odd number of 16-byte units
-// apart.
+// panel. Loads have no bank conflicts, because the pitch of rows is an odd number of 16-byte units. Stores have none,
+// because panels are swizzled.
 //
 // Rows past the last key of a tile are decoded to zeros. Their scores are masked.
 #pragma once
@@ -24,7 +24,8 @@ template <class Row>
 struct PartScales {
   static constexpr auto kScale = Row::kFormat.scale;
   static constexpr int kTile = Row::kFormat.tile;  // codes that share a scale
-  uint32_t words[2] = {};                          // fp32: of two panels each; ue8m0: bytes
+  // fp32: word i is the scale of panels 2 i and 2 i + 1. ue8m0: a byte for each scale.
+  uint32_t words[2] = {};
 
   // piece: 16 codes of a panel.
   HOPWELL_DEVICE void load(const unsigned char* row, int part, int piece) {
@@ -37,11 +38,11 @@ struct PartScales {
         const auto both = *reinterpret_cast<const arch::Words2*>(at);
         words[0] = both.w[0], words[1] = both.w[1];
       }
-      // A panel of two scales: the first byte of each pair is this thread's.
+      // Where a panel has two scales, the lower byte of each 16 bits becomes this thread's.
       if constexpr (kTile == 32) words[0] >>= 8 * (piece / 2), words[1] >>= 8 * (piece / 2);
     }
   }
-  // Of two panels. Without an index, which would need local memory.
+  // A selection, because an index would need local memory.
   [[nodiscard]] HOPWELL_DEVICE uint32_t word(int panel) const { return panel < 2 ? words[0] : words[1]; }
   [[nodiscard]] HOPWELL_DEVICE uint32_t byte(int panel) const {
     return kTile == 32 ? word(panel) >> 16 * (panel % 2) & 0xff : words[0] >> 8 * panel & 0xff;
@@ -68,7 +69,7 @@ HOPWELL_DEVICE void store_decoded(const arch::Words4& codes, uint32_t to, const 
     arch::store_shared_v4(to ^ uint32_t(16 * half), chunk);
   }
 }
-// The same as the operator defines the values: for NaN codes and any scale.
+// The same in fp32, as the operator defines the values: for NaN codes and for scales that ScaledCodes does not support.
 HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale, uint32_t to) {
   store_decoded(codes, to, [&](uint32_t word, uint32_t* pairs) {
     HOPWELL_UNROLL
@@ -78,7 +79,7 @@ HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale
   });
 }
 
-// A thread's codes of a row in one part of a tile, and their scales. Of part 0 only two panels at a time, in turns.
+// A thread's codes of a row in one part of a tile, and their scales. Panel i of part 0 is in codes[i % 2].
 template <class Tile>
 struct PartCodes {
   using Row = typename Tile::Row;
@@ -94,7 +95,7 @@ struct PartCodes {
   }
 
   // Decodes part kPart. to: address of its first panel. Calls after(i) when panel i has been decoded. Returns whether
-  // the values are right; otherwise the caller decodes exactly.
+  // all scales are exact and no code is NaN. Otherwise the caller decodes again.
   template <int kPart, class After>
   HOPWELL_DEVICE bool decode(uint32_t to, const After& after) {
     bool exact = true;
@@ -154,7 +155,7 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
       for (int i = 0; i < 2; ++i) codes.codes[i] = codes_of(0, i);
       codes.scales.load(row_at(), 0, FillerPlace().piece());
     }
-    // The codes of the panel after next are loaded, at the end those of the first two panels of part 1.
+    // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
     bool is_right = codes.template decode<0>(panel_at(0), [&](int i) {
       if (has_row) codes.codes[i % 2] = codes_of(i / 2, (i + 2) % 4);
     });

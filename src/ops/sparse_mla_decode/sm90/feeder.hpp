@@ -4,9 +4,9 @@
 //     rows of codes   a bulk copy of each row to the stage, unmodified
 //     rows of bf16    the rows' addresses
 //
-// Invalid entries cost nothing: a tile has the next 64 valid ones. Every warp looks at all entries, 64 at a time, and
-// keeps its own 16 rows of each tile. If 64 valid entries follow each other from the start of a tile, as they usually
-// do, lanes i and i + 16 get row i by a shuffle. Otherwise valid slots go through a ring in shared memory.
+// Invalid entries are skipped: a tile has the next 64 valid ones. Every warp looks at all entries, 64 at a time, and
+// keeps its own 16 rows of each tile. If all 64 are valid and begin a tile, lanes i and i + 16 get row i by a shuffle.
+// Otherwise valid slots go through a ring in shared memory; after a first invalid entry usually until the split's end.
 //
 //     feeder   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
 #pragma once
@@ -32,10 +32,10 @@ struct Feeder {
   int warp = arch::thread_index() / 32 % Tile::kFeedingWarps;
   uint32_t next = 0;  // entry of the split
   int entry[2];       // entries next + lane and next + 32 + lane
-  // The 64 entries before them, unless no entry is left: a lane's two slots, and which are valid.
+  // Of entries next - 64 to next - 1: this lane's slots, and which entries are valid. At the end of the split none is.
   int slot[2];
   uint32_t valid[2];
-  int listed = 0, taken = 0;  // slots of the ring
+  int listed = 0, taken = 0;  // how many slots of the split have been put into the ring, and taken from it
   const unsigned char *data, *second;
 
   HOPWELL_DEVICE Feeder(const SplitParams& params, KeyTiles<Tile>& tiles) : p(params), s(tiles) {}
@@ -70,14 +70,14 @@ struct Feeder {
   static HOPWELL_DEVICE int ring_at(int number) { return number / Tile::kKeys % 2 * kRows + number % kRows; }
 
   HOPWELL_DEVICE void begin_split(int query, int split) {
-    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);  // kept: a CTA of many heads has one split
-    if (arch::thread_index() % Tile::kFeeders == 0) s.entries = Entries(p, query, split);
-    arch::barrier_sync(kFeederBarrier, Tile::kFeeders);
+    arch::barrier_sync(kFeederBarrier, Tile::kFeedingThreads);  // kept: a CTA of many heads has one split
+    if (arch::thread_index() % Tile::kFeedingThreads == 0) s.entries = Entries(p, query, split);
+    arch::barrier_sync(kFeederBarrier, Tile::kFeedingThreads);
     next = 0, listed = taken = 0;
     load_entries();
     find_slots();
   }
-  // Finds the next tile and the addresses of its rows: lanes i and i + 16 have row i.
+  // Finds the next tile and the addresses of its rows. Lanes i and i + 16 have row i of the warp's 16.
   HOPWELL_DEVICE TileInfo find_tile() {
     const int row = kRows * warp + arch::lane_index() % kRows;  // of the tile
     int keys, slot_of_row;
@@ -102,13 +102,16 @@ struct Feeder {
     fetch_to_l2(row < keys);
     return {int16_t(keys), int16_t(listed == taken && !has_slots())};
   }
-  // The row's last bytes may not be fetched.
+  // Rows need not begin at a line of 128 bytes, so a row's last line may be missed.
   HOPWELL_DEVICE void fetch_to_l2(bool valid_row) const {
-    constexpr int kLines = Row::kDataBytes / 128 + 1, kLanes = 32 / kRows;
+    constexpr int kLines = (Row::kDataBytes + 127) / 128, kLanes = 32 / kRows;
+    int bytes = Row::kDataBytes;
+    if constexpr (Row::kMayHaveRopeCache)
+      if (p.rope_cache.data) bytes = 2 * kDv;
     HOPWELL_UNROLL
     for (int i = 0; i < kLines; i += kLanes) {
       const int line = i + arch::lane_index() / kRows;
-      if (valid_row && 128 * line < Row::kDataBytes) arch::prefetch_l2(data + 128 * line);
+      if (valid_row && 128 * line < bytes) arch::prefetch_l2(data + 128 * line);
     }
   }
   // Gives the tile to the fillers.
@@ -153,7 +156,7 @@ HOPWELL_DEVICE void feed(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile
     for (; !is_last; ++tile) {
       const TileInfo info = feeder.find_tile();
       const tile::RingSlot slot(s.ring, tile);
-      slot.wait_empty(1);  // rows of codes take the place of part 1
+      slot.wait_empty(1);  // then nobody reads part 1, whose place rows of codes take, or the stage's rows and info
       feeder.send(panels, slot.stage(), info);
       is_last = info.is_last != 0;
     }

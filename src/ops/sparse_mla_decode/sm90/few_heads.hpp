@@ -2,25 +2,25 @@
 // format.
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 64 rows of a product, heads its columns
-//     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
+//     O[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 8 or 16 heads, one or more splits of its entries; 64 keys at a time
 // Roles     warpgroup 0  consumer  S, the softmax, O += P V for all columns, and the merge of splits
-//           warpgroup 1  feeder    finds the rows of valid entries and copies them to the stages: feeder.hpp
-//           warpgroups   fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
-//           2, 3                   copy rows of bf16: copied_rows.hpp
+//           warpgroup 1  feeder    finds the rows of valid entries, and copies rows of codes to the stages: feeder.hpp
+//           2 and 3      fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//                                  copy rows of bf16: copied_rows.hpp
 // Timeline  feeder    rows 2 │····················│rows 3 │····················│rows 4 │
-//           fillers   ·······│left 2 ▒▒▒│right 2 ▒▒▒│·····│left 3 ▒▒▒│right 3 ▒▒▒│
+//           fillers   ·······│part 0 ▒▒▒│part 1 ▒▒▒▒│·····│part 0 ▒▒▒│part 1 ▒▒▒▒│
 //           consumer  S 1 ▓▓▓▓│exp ░░│O += P 1 V ▓▓▓▓│····│S 2 ▓▓▓▓│exp ░░│O += P 2 V ▓▓▓▓│
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
 //           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits.
-// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,600 = 172 KB
+// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (208); a feeder 48; fillers 128
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
 //           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 70 for 16. Decoding takes 3,200 of a tile's
-//           4,000 clocks; with sixteen fillers it took half of that, and a tile 3,900
+//           4,000 clocks
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -51,8 +51,8 @@ struct Storage {
   float maxima[4][Config::kHeads];   // of a tile, for each warp
   float sums[4][Config::kHeads][4];  // [warp][head][c]: sum over keys with key mod 8 = 2 c or 2 c + 1
   float row_scale[Config::kHeads];   // of O before a tile
-  float row_max[Config::kHeads];     // at the end
-  float factor[Config::kHeads];      // of O at the end
+  float row_max[Config::kHeads];     // at the end of a split
+  float factor[Config::kHeads];      // of the final output
   MergeFactors merge[Config::kHeads];
 
   // Executed by one thread, before a barrier of the CTA.
@@ -169,11 +169,8 @@ struct HeadSums {
     const float of_tile = tile::rescaled(present, scale) + tile::sum_of_tile(sums);
     present = tile::rescaled(other, scale), other = of_tile;
   }
-  // Of all keys. `odd`: whether the number of tiles is odd.
-  [[nodiscard]] HOPWELL_DEVICE float total(bool odd) const {
-    const float next = tile::sum_of_quad(present), last = tile::sum_of_quad(other);
-    return odd ? last + next : next + last;
-  }
+  // Of all keys.
+  [[nodiscard]] HOPWELL_DEVICE float total() const { return tile::sum_of_quad(present) + tile::sum_of_quad(other); }
 };
 
 // Output of a thread: for each panel, two columns of two heads of each eight.
@@ -215,31 +212,30 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// Of the splits of a CTA.
+// The merged result of a CTA's splits so far.
 template <class Config>
 struct Result {
-  Output<Config> out = {};  // merged so far
-  Stats stats;              // the same, of the head of HeadSums
+  Output<Config> out = {};
+  Stats stats;  // of the head of HeadSums, in the threads that have one
 
-  // Ends split `split` of the CTA: merges it, or stores its partial result.
+  // Ends split `split` of the CTA: merges it, or stores its partial result. has_keys: whether the split has keys.
   HOPWELL_DEVICE void end_split(const SplitParams& p, Storage<Config>& s, int split, const HeadSums<Config>& sums,
-                                bool odd, const Output<Config>& of_split) {
+                                bool has_keys, const Output<Config>& of_split) {
     const Work work(p, Config::kHeads);
     const bool has_all = p.ctas_of_query == 1, merges = p.splits > 1 && work.split == 0,
                is_last = split == work.splits - 1, is_final = has_all && is_last,
-               has_slot = !has_all && (!merges || is_last);
-    const int slot = merges ? 0 : work.split + split;
+               is_partial = !has_all && (!merges || is_last);
+    const int of_query = merges ? 0 : work.split + split;  // split that the partial result belongs to
     arch::barrier_sync(kReaderBarrier, Config::kReaders);
     if (HeadSums<Config>::has()) {
       const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
-      const Stats later{s.row_max[of_tile], sums.total(odd)};
+      const Stats later{s.row_max[of_tile], sums.total()};
       const MergeFactors factors = merges ? merge_stats(stats, later) : MergeFactors{};
       if (!merges) stats = later;
       if (arch::thread_index() % 4 == 0) s.merge[of_tile] = factors;
       if (head < p.h_q && arch::thread_index() % 4 == 0) {
         if (is_final) s.factor[of_tile] = finish_head(p, work.query, head, stats, true);
-        if (has_slot) stats_at(p, work.query, slot, head) = arch::bit_cast<arch::Words2>(stats);
-        // The merge kernel finds the CTA's splits in slot 0.
+        if (is_partial) stats_at(p, work.query, of_query, head) = arch::bit_cast<arch::Words2>(stats);
         if (merges && split > 0 && !has_all)
           stats_at(p, work.query, split, head) = arch::bit_cast<arch::Words2>(Stats{});
       }
@@ -254,21 +250,21 @@ struct Result {
         out[i / 2][value] = merges ? merge_values(out[i / 2][value], later, s.merge[Place::head(h)]) : later;
       }
     }
-    if (is_final || has_slot) store(p, s, work, slot, is_final);
+    if (is_final || (is_partial && (merges || has_keys))) store(p, s, work, of_query, is_final);
   }
 
  private:
-  static HOPWELL_DEVICE arch::Words2& stats_at(const SplitParams& p, int query, int slot, int head) {
-    return p.partial_stats[partial_row(p, query, slot) + head];
+  static HOPWELL_DEVICE arch::Words2& stats_at(const SplitParams& p, int query, int split, int head) {
+    return p.partial_stats[partial_row(p, query, split) + head];
   }
-  HOPWELL_DEVICE void store(const SplitParams& p, const Storage<Config>& s, const Work& work, int slot,
+  HOPWELL_DEVICE void store(const SplitParams& p, const Storage<Config>& s, const Work& work, int split,
                             bool is_final) const {
     HOPWELL_UNROLL
     for (int h = 0; h < Config::kThreadHeads; ++h) {
       const int head = work.first_head + Place::head(h);
       if (head >= p.h_q) continue;
       const float factor = is_final ? s.factor[Place::head(h)] : 1;
-      const int64_t partial = (partial_row(p, work.query, slot) + head) * kDv, row = row_of_out(p, work.query, head);
+      const int64_t partial = (partial_row(p, work.query, split) + head) * kDv, row = row_of_out(p, work.query, head);
       HOPWELL_UNROLL
       for (int i = 0; i < 16; ++i) {
         const int column = 64 * (i / 2) + Place::row(i % 2);
@@ -315,7 +311,7 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
       HOPWELL_UNROLL
       for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
     }
-    result.end_split(p, s, split, sums, tiles % 2 == 1, out);
+    result.end_split(p, s, split, sums, info.keys > 0, out);
   }
 }
 
@@ -351,7 +347,7 @@ SplitKernel few_heads_kernel(int heads) {
     using Config = few_heads::Config<RowsOfFormat, kHeads>;
     static_assert(sizeof(few_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
     return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>),
-            Clocks{.of_cta = 12'000, .of_tile = 4000}};
+            Clocks{.of_cta = 12'000, .of_tile = kHeads == 8 ? 4000 : 4500}};  // H200, V3.2 rows
   });
 }
 

@@ -1,15 +1,15 @@
 // sparse_mla_decode for Hopper, tiles of 64 heads: attention of one split of a query's keys, for rows of every format.
 //
-//     out[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
+//     O[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
-//           warpgroup 2  feeder    finds the rows of valid entries and copies them to the stages: feeder.hpp
-//           warpgroups   fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
-//           3, 4                   copy rows of bf16: copied_rows.hpp
+//           warpgroup 2  feeder    finds the rows of valid entries, and copies rows of codes to the stages: feeder.hpp
+//           3 and 4      fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//                                  copy rows of bf16: copied_rows.hpp
 // Timeline  feeder   rows 2 │························│rows 3 │························│rows 4 │
-//           fillers  ········│left 2 ▒▒▒▒│right 2 ▒▒▒▒│······│left 3 ▒▒▒▒│right 3 ▒▒▒▒│
+//           fillers  ········│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│······│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│
 //           low      S 1 ▓▓▓▓▓▓│exp ░░░│O += P 1 V ▓▓▓│S 2 ▓▓▓▓▓▓▓▓▓▓▓▓│exp ░░░│O += P 2 V ▓▓▓│
 //           high     ▓ P 0 V│··········│O += P 1 V ▓▓▓│················│·······│O += P 2 V ▓▓▓│
 // Panels    A tile becomes full in two parts; S of a part is multiplied as soon as that part is full: key_tiles.hpp
@@ -19,7 +19,7 @@
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8, in units of log 2
 //           (tile/gpu/softmax.hpp). Sums of even and of odd tiles are added separately. So sparse_mla_forward has the
 //           same bits if it has the same keys in the same tiles.
-// Budget    shared: Q 73,728 + K 2 × 74,752 + P 8,192 + ~900: 232,448 B are all that a CTA can have
+// Budget    shared: Q 73,728 + K 2 × 74,752 + P 8,192 + ~980: 48 B less than a CTA can have
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); a feeder 32;
 //           fillers 16 for codes + ~32 (48)
 // Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for unmodified
@@ -59,7 +59,7 @@ struct Storage {
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
     tiles.initialise();
-    p_ring.init(Config::kReadingWarps, Config::kReadingWarps);
+    p_ring.init(Config::kReleasingWarps, Config::kReleasingWarps);
   }
 };
 
@@ -107,10 +107,9 @@ struct SoftmaxState {
       sum[r] = other_sum[r], other_sum[r] = of_this;
     }
   }
-  /// Of all columns. `odd`: whether the present sum is of odd tiles.
-  HOPWELL_DEVICE Stats stats(int r, bool odd) const {
-    const float present = tile::sum_of_quad(sum[r]), other = tile::sum_of_quad(other_sum[r]);
-    return {row_max[r], odd ? other + present : present + other};
+  /// Of all columns.
+  HOPWELL_DEVICE Stats stats(int r) const {
+    return {row_max[r], tile::sum_of_quad(sum[r]) + tile::sum_of_quad(other_sum[r])};
   }
 };
 
@@ -128,11 +127,11 @@ HOPWELL_DEVICE void softmax(float scale_log2, int valid_keys, float (&scores)[32
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-// O of a warpgroup: 64 heads, blocks of 128 columns. ptxas refuses a product with 256 columns in a CTA of 512 threads.
+// O of a warpgroup: 64 heads, blocks of 128 columns. In a CTA of 640 threads ptxas refuses a product with 256 columns.
 constexpr int kBlocks = 2;  // of a warpgroup
 using Output = float[kBlocks][64];
 
-// O = O · row_scale + P V: 64 heads, 64 keys, 256 columns. They are a part of the tile, which is released then.
+// O = O · row_scale + P V: 64 heads, 64 keys, the 256 columns of part `part` of the tile, which it releases.
 // `multiply(out, step, v, accumulate)` multiplies 16 keys and 128 columns; v: their descriptor.
 template <class Config, class Slot, class Multiply>
 HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int part, const float (&row_scale)[2],
@@ -254,7 +253,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     state.next_tile();
   }
   tile::launch_dependents();
-  const Stats stats[2] = {state.stats(0, tile % 2 == 1), state.stats(1, tile % 2 == 1)};
+  const Stats stats[2] = {state.stats(0), state.stats(1)};
   float factor[2];
   store_statistics<Config>(p, stats, factor);
   if (p.splits == 1) {
