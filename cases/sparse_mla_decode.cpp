@@ -560,6 +560,8 @@ Problems other_problems() {
       {.rows = Rows::kPerTensor, .d_qk = 512, .kv_scale = 0.37F, .scale_array = true, .q_size = 1e-3});
   add("splits", {.topk = 257, .keys_per_split = 64, .sink = Decode::Sink::kAny});
   add("splits_256", {.topk = 2049, .blocks = 100, .keys_per_split = 256});
+  add("v32_splits_of_three_tiles",
+      {.rows = Rows::kV32, .b = 1, .h_q = 8, .topk = 700, .blocks = 50, .keys_per_split = 192});
   add("splits_of_two_tiles", {.topk = 2176, .blocks = 100, .keys_per_split = 1024});
   add("splits_320", {.b = 9, .topk = 1000, .keys_per_split = 320, .topk_length = Lens::kQuery});
   add("splits_empty_rows", {.topk = 200, .keys_per_split = 64, .entries = Decode::Entries::kEmptyRows});

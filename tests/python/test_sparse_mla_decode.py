@@ -94,6 +94,30 @@ def test_splits_change_last_bits(rng: np.random.Generator) -> None:
     assert not same_bits(out, whole)
 
 
+@pytest.mark.parametrize("backend", [b for b in hopwell.backends("sparse_mla_decode") if b.startswith("emu:")])
+@pytest.mark.parametrize("form", ["bf16", "v32", "v4"])
+def test_the_size_of_the_device_does_not_change_bits(
+    backend: str, form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 multiprocessors a CTA of few heads has all splits of a query, on 20 some, on 400 one."""
+    cache, d = filled(rng, form, 20, 16), FORMATS[form][0]
+    q, indices = random(rng, 3, 2, 24, d), integers(rng, -60, 320, 3, 2, 1000)
+    indices[0, 0, 64:128] = -1  # a split without keys
+    given: dict[str, Any] = {"keys_per_split": 64, "backend": backend, "topk_length": integers(rng, 300, 1000, 3, 2)}
+    if form == "bf16":  # slots 0 to 15 have scores of -inf. In a split of them alone the output is NaN, its weight 0
+        q[..., 0] = 1
+        cache[0, :, 0] = -torch.inf
+        indices[(indices >= 0) & (indices < 16)] = 100
+        indices[1, 0, :64] = indices[1, 1, 128:192] = torch.arange(64, dtype=torch.int32) % 16
+    of_24, lse_of_24 = hopwell.sparse_mla_decode(q, cache, indices, SCALE, **given)
+    for multiprocessors, h_q in ((2, 8), (20, 8), (20, 13), (400, 8)):
+        monkeypatch.setenv("HOPWELL_EMULATOR_SMS", str(multiprocessors))
+        out, lse = hopwell.sparse_mla_decode(q[:, :, :h_q], cache, indices, SCALE, **given)
+        assert same_bits(out, of_24[:, :, :h_q])
+        assert same_bits(lse, lse_of_24[..., :h_q])
+        assert not out.isnan().any()
+
+
 def test_reasons(rng: np.random.Generator) -> None:
     """What GPUs do not support is said in words that name the argument."""
     gpus = [b for b in hopwell.backends("sparse_mla_decode") if b != "cpu"]
