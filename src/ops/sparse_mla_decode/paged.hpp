@@ -1,5 +1,5 @@
-// sparse_mla_decode by the kernels of sparse_mla_forward: a call's queries as the forward's queries, and parameters with
-// which its kernels find rows in the blocks of a paged cache. Nothing is copied.
+// sparse_mla_decode by the kernels of sparse_mla_forward: a call's queries as the forward's queries, and parameters
+// with which its kernels find rows in the blocks of a paged cache. Nothing is copied.
 //
 //     query s of the forward   =  query s mod q_len of sequence s div q_len
 //     row of slot t            =  cache + t div block · block_stride + t mod block · d_qk        elements of bf16

@@ -19,9 +19,9 @@ struct SplitCounts {
   int sms;
 };
 
-// The number of splits of a CTA for which a call takes the least time, by the kernel's clocks: 1 to counts.splits. A CTA
-// that has all splits of a query writes the output. Otherwise each CTA but a query's first one stores a partial result of
-// each of its splits, and the merge kernel follows.
+// The number of splits of a CTA for which a call takes the least time, by the kernel's clocks: 1 to counts.splits. A
+// CTA that has all splits of a query writes the output. Otherwise each CTA but a query's first one stores a partial
+// result of each of its splits, and the merge kernel follows.
 inline std::int64_t splits_of_cta(const SplitCounts& counts, const Clocks& of) {
   constexpr std::int64_t kMerge = 7000;  // clocks of the merge kernel's launch (H200)
   constexpr std::int64_t kBytesOfClock = 2600, kBytesOfHead = 2 * 512 * 4;  // written and read (H200)

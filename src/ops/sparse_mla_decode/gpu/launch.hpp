@@ -1,11 +1,11 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
 // A CTA of the split kernel has a tile of a query's heads, and one split of the query or several. The CTAs of a split's
-// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry stores its statistics alone, so
-// that a query without entries costs little, and one long row is spread over the GPU.
+// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry stores its statistics alone,
+// so that a query without entries costs little, and one long row is spread over the GPU.
 //
 //     the query's first CTA   merges its splits. If it has all splits of the query, the result is final. Otherwise it
-//                             stores the result as that of split 0, and statistics without keys for its other splits
+//                             stores it as the result of split 0, and statistics without keys for the others
 //     the others              store a partial result of each split. The merge kernel follows
 //
 // Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited

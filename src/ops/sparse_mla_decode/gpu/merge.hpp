@@ -1,5 +1,5 @@
-// sparse_mla_decode on GPUs: merges the partial results of each query, one by one in ascending order of their splits. That of
-// split 0 may be of several splits, which their CTA has merged.
+// sparse_mla_decode on GPUs: merges the partial results of each query, one by one in ascending order of their splits.
+// The partial result of split 0 may be of several splits, which their CTA has merged.
 //
 //     out = (((split 0 + split 1) + split 2) + …) / sum
 //

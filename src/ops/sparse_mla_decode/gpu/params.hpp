@@ -32,16 +32,17 @@ struct SplitParams {
   int64_t keys_per_split;
   int first_query;                   // of this launch
   int ctas_of_query, splits_of_cta;  // of a tile of heads; a query's last CTA may have fewer splits
-  // Partial results: Σ p · v [queries of a launch, splits, h_q, 512]; row_max and Σ p [queries of a launch, splits, h_q].
-  // Where Σ p is 0, Σ p · v is neither written nor read. A CTA that merges its splits stores the result as the first one's,
-  // and a Σ p of 0 for the others.
+  // Partial results: Σ p · v [queries of a launch, splits, h_q, 512]; row_max and Σ p [queries of a launch, splits,
+  // h_q]. Where Σ p is 0, Σ p · v is not read and need not be written. A CTA that merges its splits stores the result
+  // as the first one's, and a Σ p of 0 for the others.
   float* partial_out;
   arch::Words2* partial_stats;
 
   [[nodiscard]] HOPWELL_DEVICE float kv_scale_factor() const { return kv_scale ? *kv_scale : kv_scale_value; }
 };
 
-// The softmax of some of a head's keys: row_max in units of log 2, and Σ exp2(score − row_max). A sum of 0: no keys, or scores of −∞ alone.
+// The softmax of some of a head's keys: row_max in units of log 2, and Σ exp2(score − row_max). A sum of 0: no keys, or
+// scores of −∞ alone.
 struct Stats {
   float row_max = -INFINITY, sum = 0;
 };
@@ -73,8 +74,8 @@ HOPWELL_DEVICE float finish_head(const SplitParams& p, int query, int head, cons
   return factor * p.kv_scale_factor();
 }
 
-// Merges an element of the output of a later split with the output so far. An output whose factor is 0 adds nothing, not
-// even NaN: it may have no keys, or scores of −∞ alone.
+// Merges an element of the output of a later split with the output so far. An output whose factor is 0 adds nothing,
+// not even NaN: it may have no keys, or scores of −∞ alone.
 HOPWELL_DEVICE float merge_values(float earlier, float later, const MergeFactors& f) {
   const float kept = f.earlier == 0 ? 0 : tile::rescaled(earlier, f.earlier);
   return f.later == 0 ? kept : fmaf(later, f.later, kept);

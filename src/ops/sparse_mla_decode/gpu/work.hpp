@@ -51,8 +51,8 @@ struct Entries {
     visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
     block = int(selection.block), blocks = uint32_t(selection.blocks);
   }
-  /// Entry `at`, or -1 if the split ends before it. The entry's page, which is 0 without a table. Two functions, so that
-  /// loads need not follow each other at once.
+  /// Entry `at`, or -1 if the split ends before it. The entry's page, which is 0 without a table. Two functions, so
+  /// that loads need not follow each other at once.
   HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
   HOPWELL_DEVICE int page(int entry) const { return table && uint32_t(entry) < visible ? table[entry / block] : 0; }
   /// The slot that an entry names, or -1 if it is not valid.

@@ -24,8 +24,8 @@ struct Query {
   using Row = typename Config::Row;
   uint32_t words[Config::kSteps][Config::kHeadBlocks][2];
 
-  // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a lane
-  // has columns 4 t to 4 t + 3.
+  // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a
+  // lane has columns 4 t to 4 t + 3.
   static HOPWELL_DEVICE bool is_plain(int warp, int step) { return step < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain; }
   static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 16 * warp; }
   static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp < 4; }
@@ -277,8 +277,8 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
 
 // ---- softmax ----------------------------------------------------------------------------------------------------------
 
-// A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over the
-// same keys for 8 and for 16 heads.
+// A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over
+// the same keys for 8 and for 16 heads.
 template <class Config>
 struct SoftmaxOfHead {
   int head;  // of the tile

@@ -156,7 +156,8 @@ HOPWELL_DEVICE void feed(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile
     for (; !is_last; ++tile) {
       const TileInfo info = feeder.find_tile();
       const tile::RingSlot slot(s.ring, tile);
-      slot.wait_empty(1);  // then nobody reads part 1, whose place rows of codes take, or the stage's rows and info
+      // The readers have read part 1, which rows of codes replace. The fillers have read the stage's rows and fed_info.
+      slot.wait_empty(1);
       feeder.send(panels, slot.stage(), info);
       is_last = info.is_last != 0;
     }

@@ -31,8 +31,8 @@ struct KeyTile {
   static constexpr int kFillingThreads = 256, kFillingWarps = kFillingThreads / 32;
   static constexpr int kFirstFiller = kReaders + kFeedingThreads, kThreads = kFirstFiller + kFillingThreads;
 
-  // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be, and
-  // decoded from there. One panel of them is bf16 and is copied: RoPE of V3.2, panel 7 of V4.
+  // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be,
+  // and decoded from there. One panel of them is bf16 and is copied: RoPE of V3.2, panel 7 of V4.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
   static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes), kRawAt = kPanelsOfPart * int(tile::kPanelBytes);

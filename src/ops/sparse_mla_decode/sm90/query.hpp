@@ -8,8 +8,8 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 #if HOPWELL_HAS_SM90A
 
-// Copies the heads of a query to panels of 64 columns at address `to`, executed by the CTA's first kReaders threads. Heads
-// past the last one are zeros.
+// Copies the heads of a query to panels of 64 columns at address `to`, executed by the CTA's first kReaders threads.
+// Heads past the last one are zeros.
 template <class Config>
 HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
   constexpr int kChunks = Config::kDqk / 8;  // of a head
