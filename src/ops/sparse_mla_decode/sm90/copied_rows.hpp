@@ -1,4 +1,5 @@
-// The kernels of sparse_mla_decode for Hopper: fillers that copy rows of bf16 to panels by cp.async.
+// The kernels of sparse_mla_decode for Hopper: the dequant warps, where rows are bf16: they copy them to
+// panels by cp.async.
 //
 // A warp copies eight rows. A lane copies one 16-byte chunk of each panel of rows lane / 8 and lane / 8 + 4. Rows past
 // the last key of a tile repeat that key. Their scores are masked, so they add 0 times values that the query has
@@ -14,17 +15,17 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 #if HOPWELL_HAS_SM90A
 
 template <class Tile>
-HOPWELL_DEVICE void fill_from_bf16(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+HOPWELL_DEVICE void copy_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
   constexpr int kRows = 2;  // of a lane
-  const int warp = (arch::thread_index() - Tile::kFirstFiller) / 32, lane = arch::lane_index(),
+  const int warp = (arch::thread_index() - Tile::kFirstDequantThread) / 32, lane = arch::lane_index(),
             first_row = 8 * warp + lane / 8, chunk = lane % 8;
   int splits = Work(p, 1).splits;
   HOPWELL_NO_UNROLL
   for (int tile = 0; splits > 0; ++tile) {
     const tile::RingSlot slot(s.ring, tile);
     const int stage = slot.stage();
-    arch::mbarrier_wait(s.fed[stage], slot.parity());
-    const TileInfo info = s.fed_info[stage];
+    arch::mbarrier_wait(s.gathered[stage], slot.parity());
+    const TileInfo info = s.gathered_info[stage];
     const RowAddresses<Tile>& of_tile = s.rows[stage];
     const unsigned char *rows[kRows], *second[kRows];
     HOPWELL_UNROLL

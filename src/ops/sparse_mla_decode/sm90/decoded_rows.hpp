@@ -1,7 +1,8 @@
-// The kernels of sparse_mla_decode for Hopper: fillers that decode rows of codes to panels of bf16.
+// The kernels of sparse_mla_decode for Hopper: the dequant warps, where rows are codes: they decode them to
+// panels of bf16.
 //
 //     stage      0 ────────── panels 0 to 3 ──────────│── panels 4 to 7, RoPE ──
-//                                                     │── rows as the feeder has copied them ──
+//                                                     │── rows as the gather warpgroup has copied them ──
 //
 // The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
 // when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
@@ -113,21 +114,21 @@ struct PartCodes {
   }
 };
 
-// A filler's row of a tile and its 16 codes of each panel. Computed where it is needed, to save registers.
-struct FillerPlace {
+// A dequant thread's row of a tile and its 16 codes of each panel. Computed where it is needed, to save registers.
+struct DequantLane {
   uint32_t thread;
 
-  HOPWELL_DEVICE FillerPlace() : thread(uint32_t(arch::thread_index())) { arch::pin_registers(thread); }
+  HOPWELL_DEVICE DequantLane() : thread(uint32_t(arch::thread_index())) { arch::pin_registers(thread); }
   template <class Tile>
   [[nodiscard]] HOPWELL_DEVICE int row() const {
-    return int((thread - Tile::kFirstFiller) / 32 * 8 + thread % 8);
+    return int((thread - Tile::kFirstDequantThread) / 32 * 8 + thread % 8);
   }
   [[nodiscard]] HOPWELL_DEVICE int piece() const { return int(thread % 32 / 8); }
 };
 
 // Decodes the rows of all tiles.
 template <class Tile>
-HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+HOPWELL_DEVICE void decode_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
   using Row = typename Tile::Row;
   using Codes = PartCodes<Tile>;
   constexpr bool kPlain = Tile::kPlainPanel >= 0;
@@ -136,24 +137,24 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
   for (int tile = 0; splits > 0; ++tile) {
     const tile::RingSlot slot(s.ring, tile);
     const int stage = slot.stage();
-    arch::mbarrier_wait(s.fed[stage], slot.parity());
-    const TileInfo info = s.fed_info[stage];
+    arch::mbarrier_wait(s.gathered[stage], slot.parity());
+    const TileInfo info = s.gathered_info[stage];
     begin_tile(s, slot, info);
     splits -= info.is_last;
-    const bool has_row = FillerPlace().row<Tile>() < info.keys;
-    const auto row_at = [&] { return panels[stage] + Tile::kRawAt + FillerPlace().row<Tile>() * Row::kPitch; };
+    const bool has_row = DequantLane().row<Tile>() < info.keys;
+    const auto row_at = [&] { return panels[stage] + Tile::kRawAt + DequantLane().row<Tile>() * Row::kPitch; };
     const auto panel_at = [&](int panel) {
       return arch::shared_address(panels[stage]) + uint32_t(panel) * tile::kPanelBytes +
-             tile::swizzled(FillerPlace().row<Tile>(), 2 * FillerPlace().piece());
+             tile::swizzled(DequantLane().row<Tile>(), 2 * DequantLane().piece());
     };
     const auto codes_of = [&](int part, int panel) {
-      return Codes::load(row_at(), part, FillerPlace().piece(), panel);
+      return Codes::load(row_at(), part, DequantLane().piece(), panel);
     };
     Codes codes;
     if (has_row) {
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) codes.codes[i] = codes_of(0, i);
-      codes.scales.load(row_at(), 0, FillerPlace().piece());
+      codes.scales.load(row_at(), 0, DequantLane().piece());
     }
     // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
     bool is_right = codes.template decode<0>(panel_at(0), [&](int i) {
@@ -168,14 +169,14 @@ HOPWELL_DEVICE void fill_from_codes(const SplitParams& p, KeyTiles<Tile>& s, Key
     slot.commit(0);
     arch::Words4 plain[2] = {};
     if (has_row) {
-      codes.scales.load(row_at(), 1, FillerPlace().piece());
+      codes.scales.load(row_at(), 1, DequantLane().piece());
       HOPWELL_UNROLL
       for (int i = 2; i < Codes::panels(1); ++i) codes.codes[i] = codes_of(1, i);
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i)
         if (kPlain)
           plain[i] = *reinterpret_cast<const arch::Words4*>(row_at() + Row::kFormat.plain_at +
-                                                            32 * FillerPlace().piece() + 16 * i);
+                                                            32 * DequantLane().piece() + 16 * i);
     }
     tile::arrive_warp(s.read[stage]);
     arch::mbarrier_wait(s.read[stage], slot.parity());

@@ -6,26 +6,26 @@
 //
 // Tile      one query, 8 or 16 heads, one or more splits of its entries; 64 keys at a time
 // Roles     warpgroup 0  consumer  S, the softmax, O += P V for all columns, and the merge of splits
-//           warpgroup 1  feeder    finds the rows of valid entries, and copies rows of codes to the stages: feeder.hpp
-//           2 and 3      fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//           warpgroup 1  gather    finds the rows of valid entries, and copies rows of codes to the stages: gather.hpp
+//           2 and 3      dequant   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
 //                                  copy rows of bf16: copied_rows.hpp
-// Timeline  feeder    rows 2 │····················│rows 3 │····················│rows 4 │
-//           fillers   ·······│part 0 ▒▒▒│part 1 ▒▒▒▒│·····│part 0 ▒▒▒│part 1 ▒▒▒▒│
+// Timeline  gather    rows 2 │····················│rows 3 │····················│rows 4 │
+//           dequant   ·······│part 0 ▒▒▒│part 1 ▒▒▒▒│·····│part 0 ▒▒▒│part 1 ▒▒▒▒│
 //           consumer  S 1 ▓▓▓▓│exp ░░│O += P 1 V ▓▓▓▓│····│S 2 ▓▓▓▓│exp ░░│O += P 2 V ▓▓▓▓│
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
 //           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits.
 // Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
-//           registers: consumer O 64 + merged O 64 + ~40 (208); a feeder 48; fillers 128
+//           registers: consumer O 64 + merged O 64 + ~40 (208); gather 48; dequant 128
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
 //           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 70 for 16. Decoding takes 3,200 of a tile's
 //           4,000 clocks
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_decode/sm90/feeder.hpp"
-#include "ops/sparse_mla_decode/sm90/fillers.hpp"
+#include "ops/sparse_mla_decode/sm90/gather.hpp"
+#include "ops/sparse_mla_decode/sm90/panels.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "runtime/with_constant.hpp"
 #include "tile/gpu/dependency.hpp"
@@ -37,7 +37,7 @@ namespace few_heads {
 template <class TheRow, int kTheHeads>
 struct Config : KeyTile<TheRow, 128> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kConsumerRegisters = 208, kFeederRegisters = 48, kFillerRegisters = 128;
+  static constexpr int kConsumerRegisters = 208, kGatherRegisters = 48, kDequantRegisters = 128;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products
   static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
 };
@@ -78,7 +78,7 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   for (int i = 0; i < Config::kPanels; ++i) {
     if (i == 0 || i == Config::kPanelsOfPart) {
       slot.wait_full(i == 0 ? 0 : 1);
-      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the fillers have executed it
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the dequant warps have executed it
       arch::wgmma_fence();
     }
     const int panel = tile::score_panel<Config::kDqk>(i);
@@ -330,11 +330,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     arch::setmaxnreg_inc<Config::kConsumerRegisters>();
     few_heads::consume(p, s);
   } else if (group == 1) {
-    arch::setmaxnreg_dec<Config::kFeederRegisters>();
-    feed<Config>(p, s.tiles, s.panels);
+    arch::setmaxnreg_dec<Config::kGatherRegisters>();
+    gather<Config>(p, s.tiles, s.panels);
   } else {
-    arch::setmaxnreg_dec<Config::kFillerRegisters>();
-    fill<Config>(p, s.tiles, s.panels);
+    arch::setmaxnreg_dec<Config::kDequantRegisters>();
+    make_panels<Config>(p, s.tiles, s.panels);
   }
 #endif
 }

@@ -6,8 +6,9 @@
 //     parts     of a tile: panels 0 to 3, then RoPE and panels 4 to 7. A stage has a barrier `full` and a barrier
 //               `empty` for each. The warpgroup that multiplies P and V of part 1 releases part 1. P exists only after
 //               S, so S does not read part 1 any more
-//     feeder    a warpgroup that finds the rows of valid entries and gives them to the fillers: feeder.hpp
-//     fillers   write a tile's panels: decoded_rows.hpp for rows of codes, copied_rows.hpp for rows of bf16
+//     gather    a warpgroup that finds the rows of valid entries and gives them to the dequant warps: gather.hpp
+//     dequant   eight warps that write a tile's panels: decoded_rows.hpp for rows of codes, copied_rows.hpp for rows of
+//               bf16
 //
 // The tiles of a CTA's splits follow each other in the ring. A split without keys has one tile of 0 keys.
 #pragma once
@@ -20,16 +21,17 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// kReaders: threads that read tiles, the first of the CTA. A feeding warpgroup and two filling warpgroups follow.
+// kReaders: threads that read tiles, the first of the CTA. One gather and two dequant warpgroups follow.
 template <class TheRow, int kTheReaders>
 struct KeyTile {
   using Row = TheRow;
   static constexpr int kKeys = 64, kStages = 2;
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64, kPanelsOfPart = 4;
   static constexpr int kReaders = kTheReaders, kReleasingWarps = 4;  // of a part
-  static constexpr int kFeedingThreads = 128, kFeedingWarps = kFeedingThreads / 32;
-  static constexpr int kFillingThreads = 256, kFillingWarps = kFillingThreads / 32;
-  static constexpr int kFirstFiller = kReaders + kFeedingThreads, kThreads = kFirstFiller + kFillingThreads;
+  static constexpr int kGatherThreads = 128, kGatherWarps = kGatherThreads / 32;
+  static constexpr int kDequantThreads = 256, kDequantWarps = kDequantThreads / 32;
+  static constexpr int kFirstDequantThread = kReaders + kGatherThreads,
+                       kThreads = kFirstDequantThread + kDequantThreads;
 
   // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be,
   // and decoded from there. One panel of them is bf16 and is copied: RoPE of V3.2, panel 7 of V4.
@@ -57,40 +59,41 @@ struct RowAddresses {
   const unsigned char* second[RowAddress<typename Tile::Row>::kHasSecond ? Tile::kKeys : 1];
 };
 
-struct NoAddresses {};  // of rows of codes, which the feeder copies
+struct NoAddresses {};  // of rows of codes, which the gather warpgroup copies
 
 template <class Tile>
 struct KeyTiles {
-  // Slots of tiles that do not begin with 64 valid entries: each feeding warp's rows of two tiles.
-  int slots[Tile::kFeedingWarps][2 * Tile::kKeys / Tile::kFeedingWarps];
-  Entries entries;                     // of the split that is fed
-  TileInfo fed_info[Tile::kStages];    // for the fillers
-  TileInfo info[Tile::kStages];        // for the readers
-  arch::mbarrier fed[Tile::kStages];   // the feeder has written fed_info, and rows of codes or addresses of rows
-  arch::mbarrier read[Tile::kStages];  // rows of codes: the fillers have read their codes of part 1
+  // Slots of tiles that do not begin with 64 valid entries: each gather warp's rows of two tiles.
+  int slots[Tile::kGatherWarps][2 * Tile::kKeys / Tile::kGatherWarps];
+  Entries entries;                         // of the present split
+  TileInfo gathered_info[Tile::kStages];   // for the dequant warps
+  TileInfo info[Tile::kStages];            // for the readers
+  arch::mbarrier gathered[Tile::kStages];  // gathered_info and rows of codes, or addresses of rows, are there
+  arch::mbarrier read[Tile::kStages];      // rows of codes: the codes of part 1 have been read
   tile::RingBarriers<Tile::kStages, 2, 2> ring;
   std::conditional_t<Tile::kCopiesRows, RowAddresses<Tile>, NoAddresses> rows[Tile::kStages];
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    // V4's 8 bytes of scales are no bulk copy. So each thread of the feeder also arrives after its cp.async.
-    constexpr bool kFeedersCopy = !Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0;
-    ring.init(Tile::kFillingWarps + (Tile::kCopiesRows ? Tile::kFillingThreads : 0), Tile::kReleasingWarps);
-    tile::init_barriers(Tile::kFeedingWarps + (kFeedersCopy ? Tile::kFeedingThreads : 0), fed);
-    if constexpr (!Tile::kCopiesRows) tile::init_barriers(Tile::kFillingWarps, read);
+    // V4's 8 bytes of scales are no bulk copy. So each thread of the gather warpgroup also arrives after
+    // its cp.async.
+    constexpr bool kThreadsCopy = !Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0;
+    ring.init(Tile::kDequantWarps + (Tile::kCopiesRows ? Tile::kDequantThreads : 0), Tile::kReleasingWarps);
+    tile::init_barriers(Tile::kGatherWarps + (kThreadsCopy ? Tile::kGatherThreads : 0), gathered);
+    if constexpr (!Tile::kCopiesRows) tile::init_barriers(Tile::kDequantWarps, read);
     arch::fence_mbarrier_init();  // kept: copies complete on barriers that another thread has initialised
   }
 };
 
-// Waits until part 0 of a stage is empty and tells the readers about its next tile. Executed by the fillers. The feeder
-// has waited for part 1.
+// Waits until part 0 of a stage is empty and tells the readers about its next tile. Executed by the dequant warps. The
+// gather warpgroup has waited for part 1.
 template <class Tile, class Slot>
 HOPWELL_DEVICE void begin_tile(KeyTiles<Tile>& s, const Slot& slot, TileInfo info) {
   slot.wait_empty(0);  // kept: few heads release part 0 before part 1
-  if (arch::thread_index() == Tile::kFirstFiller) s.info[slot.stage()] = info;
+  if (arch::thread_index() == Tile::kFirstDequantThread) s.info[slot.stage()] = info;
 }
 
-// Named barriers: of the feeder; of the readers. Barrier 0 is the CTA's.
-constexpr int kFeederBarrier = 1, kReaderBarrier = 2;
+// Named barriers: of the gather warpgroup; of the readers. Barrier 0 is the CTA's.
+constexpr int kGatherBarrier = 1, kReaderBarrier = 2;
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -5,11 +5,11 @@
 // Tile      one query, 64 heads, one split of its entries; 64 keys at a time
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
-//           warpgroup 2  feeder    finds the rows of valid entries, and copies rows of codes to the stages: feeder.hpp
-//           3 and 4      fillers   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+//           warpgroup 2  gather    finds the rows of valid entries, and copies rows of codes to the stages: gather.hpp
+//           3 and 4      dequant   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
 //                                  copy rows of bf16: copied_rows.hpp
-// Timeline  feeder   rows 2 │························│rows 3 │························│rows 4 │
-//           fillers  ········│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│······│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│
+// Timeline  gather   rows 2 │························│rows 3 │························│rows 4 │
+//           dequant  ········│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│······│part 0 ▒▒▒▒│part 1 ▒▒▒▒▒│
 //           low      S 1 ▓▓▓▓▓▓│exp ░░░│O += P 1 V ▓▓▓│S 2 ▓▓▓▓▓▓▓▓▓▓▓▓│exp ░░░│O += P 2 V ▓▓▓│
 //           high     ▓ P 0 V│··········│O += P 1 V ▓▓▓│················│·······│O += P 2 V ▓▓▓│
 // Panels    A tile becomes full in two parts; S of a part is multiplied as soon as that part is full: key_tiles.hpp
@@ -20,8 +20,8 @@
 //           (tile/gpu/softmax.hpp). Sums of even and of odd tiles are added separately. So sparse_mla_forward has the
 //           same bits if it has the same keys in the same tiles.
 // Budget    shared: Q 73,728 + K 2 × 74,752 + P 8,192 + ~980: 48 B less than a CTA can have
-//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); a feeder 32;
-//           fillers 16 for codes + ~32 (48)
+//           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); gather 32;
+//           dequant 16 for codes + ~32 (48)
 // Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for unmodified
 //           rows, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 77. A stage takes about
 //           9,800 clocks from one tile to the next: 1,000 to copy rows, 1,000 of latency, 3,300 to decode, 2,300 for
@@ -29,8 +29,8 @@
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_decode/sm90/feeder.hpp"
-#include "ops/sparse_mla_decode/sm90/fillers.hpp"
+#include "ops/sparse_mla_decode/sm90/gather.hpp"
+#include "ops/sparse_mla_decode/sm90/panels.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/fragment.hpp"
@@ -38,12 +38,12 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace many_heads {
 
-enum class Role { low, high, feeder, filler };  // of the warpgroups; the last two are fillers
+enum class Role { low, high, gather, dequant };  // of the warpgroups; the last two are dequant
 
 template <class TheRow>
 struct Config : KeyTile<TheRow, 256> {
   static constexpr int kHeads = 64;
-  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kFeederRegisters = 32, kFillerRegisters = 48;
+  static constexpr int kLowRegisters = 192, kHighRegisters = 160, kGatherRegisters = 32, kDequantRegisters = 48;
 };
 
 template <class Config>
@@ -76,7 +76,7 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   for (int i = 0; i < Config::kPanels; ++i) {
     if (i == 0 || i == Config::kPanelsOfPart) {
       slot.wait_full(i == 0 ? 0 : 1);
-      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the fillers have executed it
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the dequant warps have executed it
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
@@ -306,13 +306,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (arch::thread_index() == 0) s.initialise();
   arch::syncthreads();
   const int group = arch::warpgroup_index();
-  const Role role = group < 3 ? Role{group} : Role::filler;
-  if (role == Role::feeder) {
-    arch::setmaxnreg_dec<Config::kFeederRegisters>();
-    feed<Config>(p, s.tiles, s.panels);
-  } else if (role == Role::filler) {
-    arch::setmaxnreg_dec<Config::kFillerRegisters>();
-    fill<Config>(p, s.tiles, s.panels);
+  const Role role = group < 3 ? Role{group} : Role::dequant;
+  if (role == Role::gather) {
+    arch::setmaxnreg_dec<Config::kGatherRegisters>();
+    gather<Config>(p, s.tiles, s.panels);
+  } else if (role == Role::dequant) {
+    arch::setmaxnreg_dec<Config::kDequantRegisters>();
+    make_panels<Config>(p, s.tiles, s.panels);
   } else if (role == Role::low) {
     arch::setmaxnreg_inc<Config::kLowRegisters>();
     many_heads::low(p, s);

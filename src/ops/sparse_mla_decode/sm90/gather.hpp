@@ -1,5 +1,5 @@
-// The kernels of sparse_mla_decode for Hopper: the feeder, a warpgroup that finds the rows of a split's valid entries
-// and gives them to the fillers, tile by tile.
+// The kernels of sparse_mla_decode for Hopper: the gather warpgroup. It finds the rows of a split's valid entries and
+// gives them to the dequant warps, tile by tile.
 //
 //     rows of codes   a bulk copy of each row to the stage, unmodified
 //     rows of bf16    the rows' addresses
@@ -8,7 +8,7 @@
 // keeps its own 16 rows of each tile. If all 64 are valid and begin a tile, lanes i and i + 16 get row i by a shuffle.
 // Otherwise valid slots go through a ring in shared memory; after a first invalid entry usually until the split's end.
 //
-//     feeder   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
+//     gather   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
 #pragma once
 
 #include <bit>
@@ -23,13 +23,13 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 #if HOPWELL_HAS_SM90A
 
 template <class Tile>
-struct Feeder {
+struct Gather {
   using Row = typename Tile::Row;
-  static constexpr int kRows = Tile::kKeys / Tile::kFeedingWarps;  // of this warp in a tile
+  static constexpr int kRows = Tile::kKeys / Tile::kGatherWarps;  // of this warp in a tile
   static constexpr uint32_t kAll = 0xffffffff;
   const SplitParams& p;
   KeyTiles<Tile>& s;
-  int warp = arch::thread_index() / 32 % Tile::kFeedingWarps;
+  int warp = arch::thread_index() / 32 % Tile::kGatherWarps;
   uint32_t next = 0;  // entry of the split
   int entry[2];       // entries next + lane and next + 32 + lane
   // Of entries next - 64 to next - 1: this lane's slots, and which entries are valid. At the end of the split none is.
@@ -38,7 +38,7 @@ struct Feeder {
   int listed = 0, taken = 0;  // how many slots of the split have been put into the ring, and taken from it
   const unsigned char *data, *second;
 
-  HOPWELL_DEVICE Feeder(const SplitParams& params, KeyTiles<Tile>& tiles) : p(params), s(tiles) {}
+  HOPWELL_DEVICE Gather(const SplitParams& params, KeyTiles<Tile>& tiles) : p(params), s(tiles) {}
 
   HOPWELL_DEVICE void load_entries() {
     HOPWELL_UNROLL
@@ -70,9 +70,9 @@ struct Feeder {
   static HOPWELL_DEVICE int ring_at(int number) { return number / Tile::kKeys % 2 * kRows + number % kRows; }
 
   HOPWELL_DEVICE void begin_split(int query, int split) {
-    arch::barrier_sync(kFeederBarrier, Tile::kFeedingThreads);  // kept: a CTA of many heads has one split
-    if (arch::thread_index() % Tile::kFeedingThreads == 0) s.entries = Entries(p, query, split);
-    arch::barrier_sync(kFeederBarrier, Tile::kFeedingThreads);
+    arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: a CTA of many heads has one split
+    if (arch::thread_index() % Tile::kGatherThreads == 0) s.entries = Entries(p, query, split);
+    arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);
     next = 0, listed = taken = 0;
     load_entries();
     find_slots();
@@ -83,7 +83,7 @@ struct Feeder {
     int keys, slot_of_row;
     if (listed == taken && (valid[0] & valid[1]) == kAll) {
       keys = Tile::kKeys;
-      slot_of_row = arch::shuffle(warp < Tile::kFeedingWarps / 2 ? slot[0] : slot[1], row % 32);
+      slot_of_row = arch::shuffle(warp < Tile::kGatherWarps / 2 ? slot[0] : slot[1], row % 32);
       find_slots();
     } else {
       HOPWELL_NO_UNROLL
@@ -114,51 +114,52 @@ struct Feeder {
       if (valid_row && 128 * line < bytes) arch::prefetch_l2(data + 128 * line);
     }
   }
-  // Gives the tile to the fillers.
+  // Gives the tile to the dequant warps.
   HOPWELL_DEVICE void send(KeyPanels<Tile>& panels, int stage, TileInfo info) const {
     const int lane = arch::lane_index(), row = kRows * warp + lane;
     const bool has_row = lane < kRows && row < info.keys;
-    arch::mbarrier& fed = s.fed[stage];
-    if (warp == 0 && lane == 0) s.fed_info[stage] = info;
+    arch::mbarrier& gathered = s.gathered[stage];
+    if (warp == 0 && lane == 0) s.gathered_info[stage] = info;
     if constexpr (Tile::kCopiesRows) {
       if (has_row) {
         s.rows[stage].data[row] = data;
         if constexpr (RowAddress<Row>::kHasSecond) s.rows[stage].second[row] = second;
       }
-      tile::arrive_warp(fed);
+      tile::arrive_warp(gathered);
     } else {
       constexpr uint32_t kBytes = Row::kDataBytes, kSecond = Row::kSecondBytes;
       constexpr bool kBulk = kSecond % 16 == 0;
       const int left = info.keys - kRows * warp, own = left < 0 ? 0 : left < kRows ? left : kRows;
       // Copies may complete before this: the phase ends only after lane 0 has arrived.
-      if (lane == 0) arch::mbarrier_arrive_expect_tx(fed, uint32_t(own) * (kBytes + (kBulk ? kSecond : 0)));
+      if (lane == 0) arch::mbarrier_arrive_expect_tx(gathered, uint32_t(own) * (kBytes + (kBulk ? kSecond : 0)));
       const uint32_t to = arch::shared_address(panels[stage]) + uint32_t(Tile::kRawAt + row * Row::kPitch);
       if (has_row) {
-        arch::bulk_load(to, data, kBytes, fed);
-        if constexpr (kSecond > 0 && kBulk) arch::bulk_load(to + kBytes, second, kSecond, fed);
+        arch::bulk_load(to, data, kBytes, gathered);
+        if constexpr (kSecond > 0 && kBulk) arch::bulk_load(to + kBytes, second, kSecond, gathered);
         if constexpr (!kBulk) arch::cp_async<kSecond>(to + kBytes, second);
       }
-      if constexpr (!kBulk) tile::arrive_after_copies<true>(fed);
+      if constexpr (!kBulk) tile::arrive_after_copies<true>(gathered);
     }
   }
 };
 
 template <class Tile>
-HOPWELL_DEVICE void feed(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
-  Feeder<Tile> feeder(p, s);
+HOPWELL_DEVICE void gather(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  Gather<Tile> rows(p, s);
   int tile = 0;
   HOPWELL_NO_UNROLL
   for (int split = 0; split < Work(p, 1).splits; ++split) {
     const Work work(p, 1);
-    feeder.begin_split(work.query, work.split + split);
+    rows.begin_split(work.query, work.split + split);
     bool is_last = false;
     HOPWELL_NO_UNROLL
     for (; !is_last; ++tile) {
-      const TileInfo info = feeder.find_tile();
+      const TileInfo info = rows.find_tile();
       const tile::RingSlot slot(s.ring, tile);
-      // The readers have read part 1, which rows of codes replace. The fillers have read the stage's rows and fed_info.
+      // The readers have read part 1, which rows of codes replace, and the dequant warps the stage's rows and
+      // gathered_info.
       slot.wait_empty(1);
-      feeder.send(panels, slot.stage(), info);
+      rows.send(panels, slot.stage(), info);
       is_last = info.is_last != 0;
     }
   }

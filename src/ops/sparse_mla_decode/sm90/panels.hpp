@@ -1,4 +1,4 @@
-// The kernels of sparse_mla_decode for Hopper: the fillers for rows of a format.
+// The kernels of sparse_mla_decode for Hopper: the dequant warps for rows of a format.
 #pragma once
 
 #include "ops/sparse_mla_decode/sm90/copied_rows.hpp"
@@ -9,11 +9,11 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 #if HOPWELL_HAS_SM90A
 
 template <class Tile>
-HOPWELL_DEVICE void fill(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+HOPWELL_DEVICE void make_panels(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
   if constexpr (Tile::kCopiesRows)
-    fill_from_bf16<Tile>(p, s, panels);
+    copy_rows<Tile>(p, s, panels);
   else
-    fill_from_codes<Tile>(p, s, panels);
+    decode_rows<Tile>(p, s, panels);
 }
 
 #endif
