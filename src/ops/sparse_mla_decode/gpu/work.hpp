@@ -12,7 +12,8 @@ struct Work {
   int split, splits;  // the first one, and how many
   int first_head;
 
-  HOPWELL_DEVICE Work(const SplitParams& p, int heads) {
+  // heads: of a tile. Without it first_head is 0.
+  HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0) {
     const int number = arch::block_index() / p.head_tiles;
     query = p.first_query + number / p.ctas_of_query;
     split = number % p.ctas_of_query * p.splits_of_cta;

@@ -19,39 +19,31 @@ HOPWELL_DEVICE void copy_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels
   constexpr int kRows = 2;  // of a lane
   const int warp = (arch::thread_index() - Tile::kFirstDequantThread) / 32, lane = arch::lane_index(),
             first_row = 8 * warp + lane / 8, chunk = lane % 8;
-  int splits = Work(p, 1).splits;
-  HOPWELL_NO_UNROLL
-  for (int tile = 0; splits > 0; ++tile) {
-    const tile::RingSlot slot(s.ring, tile);
-    const int stage = slot.stage();
-    arch::mbarrier_wait(s.gathered[stage], slot.parity());
-    const TileInfo info = s.gathered_info[stage];
-    const RowAddresses<Tile>& of_tile = s.rows[stage];
+  for_each_tile(p, s, [&](const auto& slot, int keys) {
+    const RowAddresses<Tile>& of_tile = s.rows[slot.stage()];
     const unsigned char *rows[kRows], *second[kRows];
     HOPWELL_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int row = first_row + 4 * i < info.keys ? first_row + 4 * i : info.keys - 1;
-      rows[i] = info.keys > 0 ? of_tile.data[row] + 16 * chunk : p.keys.cache.data;
+      const int row = first_row + 4 * i < keys ? first_row + 4 * i : keys - 1;
+      rows[i] = keys > 0 ? of_tile.data[row] + 16 * chunk : p.keys.cache.data;
       second[i] = rows[i] + 2 * kDv;
       if constexpr (Tile::Row::kMayHaveRopeCache)
-        if (p.rope_cache.data && info.keys > 0) second[i] = of_tile.second[row] + 16 * chunk;
+        if (p.rope_cache.data && keys > 0) second[i] = of_tile.second[row] + 16 * chunk;
     }
-    const uint32_t to = arch::shared_address(panels[stage]) + tile::swizzled(first_row, chunk);
-    begin_tile(s, slot, info);
+    const uint32_t to = arch::shared_address(panels[slot.stage()]) + tile::swizzled(first_row, chunk);
     HOPWELL_UNROLL
     for (int n = 0; n < Tile::kPanels; ++n) {
       const int panel = tile::score_panel<Tile::kDqk>(n);
       HOPWELL_UNROLL
       for (int i = 0; i < kRows; ++i)
         arch::cp_async(tile::four_rows_on(to, uint32_t(i)) + uint32_t(panel) * tile::kPanelBytes,
-                       panel == 8 ? second[i] : rows[i] + 128 * panel, info.keys > 0 ? 16 : 0);
+                       panel == 8 ? second[i] : rows[i] + 128 * panel, keys > 0 ? 16 : 0);
       if (n != Tile::kPanelsOfPart - 1 && n != Tile::kPanels - 1) continue;
       const int part = n < Tile::kPanelsOfPart ? 0 : 1;
       slot.commit(part);
       tile::arrive_after_copies<true>(slot.full(part));
     }
-    splits -= info.is_last;
-  }
+  });
   arch::cp_async_wait_all();
 }
 

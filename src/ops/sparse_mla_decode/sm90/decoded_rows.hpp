@@ -126,75 +126,92 @@ struct DequantLane {
   [[nodiscard]] HOPWELL_DEVICE int piece() const { return int(thread % 32 / 8); }
 };
 
-// Decodes the rows of all tiles.
+// Decodes this thread's codes of one tile.
 template <class Tile>
-HOPWELL_DEVICE void decode_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+struct TileDecoder {
   using Row = typename Tile::Row;
   using Codes = PartCodes<Tile>;
-  constexpr bool kPlain = Tile::kPlainPanel >= 0;
-  int splits = Work(p, 1).splits;
-  HOPWELL_NO_UNROLL
-  for (int tile = 0; splits > 0; ++tile) {
-    const tile::RingSlot slot(s.ring, tile);
-    const int stage = slot.stage();
-    arch::mbarrier_wait(s.gathered[stage], slot.parity());
-    const TileInfo info = s.gathered_info[stage];
-    begin_tile(s, slot, info);
-    splits -= info.is_last;
-    const bool has_row = DequantLane().row<Tile>() < info.keys;
-    const auto row_at = [&] { return panels[stage] + Tile::kRawAt + DequantLane().row<Tile>() * Row::kPitch; };
-    const auto panel_at = [&](int panel) {
-      return arch::shared_address(panels[stage]) + uint32_t(panel) * tile::kPanelBytes +
-             tile::swizzled(DequantLane().row<Tile>(), 2 * DequantLane().piece());
-    };
-    const auto codes_of = [&](int part, int panel) {
-      return Codes::load(row_at(), part, DequantLane().piece(), panel);
-    };
-    Codes codes;
+  static constexpr bool kPlain = Tile::kPlainPanel >= 0;
+  unsigned char (&stage)[Tile::kStageBytes];
+  bool has_row;  // whether the thread's row is one of the tile's keys
+  Codes codes;
+
+  HOPWELL_DEVICE TileDecoder(unsigned char (&of_tile)[Tile::kStageBytes], int keys)
+      : stage(of_tile), has_row(DequantLane().row<Tile>() < keys) {}
+
+  // The caller publishes panels 0 to 3. The codes of panels 4 and 5 are loaded then.
+  HOPWELL_DEVICE void decode_part_0() {
     if (has_row) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 2; ++i) codes.codes[i] = codes_of(0, i);
-      codes.scales.load(row_at(), 0, DequantLane().piece());
+      for (int i = 0; i < 2; ++i) codes.codes[i] = load(0, i);
+      codes.scales.load(row(), 0, DequantLane().piece());
     }
     // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
-    bool is_right = codes.template decode<0>(panel_at(0), [&](int i) {
-      if (has_row) codes.codes[i % 2] = codes_of(i / 2, (i + 2) % 4);
+    const bool is_right = codes.template decode<0>(panel(0), [&](int i) {
+      if (has_row) codes.codes[i % 2] = load(i / 2, (i + 2) % 4);
     });
-    if (has_row && !is_right) {
-      HOPWELL_NO_UNROLL
-      for (int i = 0; i < Codes::panels(0); ++i)
-        store_decoded_exactly(codes_of(0, i), codes.scales.value(i), panel_at(i));
-    }
-    arch::fence_proxy_async();
-    slot.commit(0);
+    if (!has_row || is_right) return;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < Codes::panels(0); ++i) store_decoded_exactly(load(0, i), codes.scales.value(i), panel(i));
+  }
+  // wait(): until all warps have read their codes of part 1, and so have these.
+  template <class Wait>
+  HOPWELL_DEVICE void decode_part_1(const Wait& wait) {
     arch::Words4 plain[2] = {};
     if (has_row) {
-      codes.scales.load(row_at(), 1, DequantLane().piece());
+      codes.scales.load(row(), 1, DequantLane().piece());
       HOPWELL_UNROLL
-      for (int i = 2; i < Codes::panels(1); ++i) codes.codes[i] = codes_of(1, i);
+      for (int i = 2; i < Codes::panels(1); ++i) codes.codes[i] = load(1, i);
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i)
         if (kPlain)
-          plain[i] = *reinterpret_cast<const arch::Words4*>(row_at() + Row::kFormat.plain_at +
-                                                            32 * DequantLane().piece() + 16 * i);
+          plain[i] = *reinterpret_cast<const arch::Words4*>(row() + Row::kFormat.plain_at + 32 * DequantLane().piece() +
+                                                            16 * i);
     }
-    tile::arrive_warp(s.read[stage]);
-    arch::mbarrier_wait(s.read[stage], slot.parity());
+    wait();
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i)
-      if (kPlain) arch::store_shared_v4(panel_at(Tile::kPlainPanel) ^ uint32_t(16 * i), plain[i]);
-    is_right = codes.template decode<1>(panel_at(Tile::kPanelsOfPart), [](int) {});
-    if (has_row && !is_right) {
-      HOPWELL_NO_UNROLL
-      for (int i = 0; i < Codes::panels(1); ++i) {
-        store_decoded_exactly(codes.codes[0], codes.scales.value(i), panel_at(Tile::kPanelsOfPart + i));
-        HOPWELL_UNROLL
-        for (int j = 0; j + 1 < Codes::kPanels; ++j) codes.codes[j] = codes.codes[j + 1];
-      }
+      if (kPlain) arch::store_shared_v4(panel(Tile::kPlainPanel) ^ uint32_t(16 * i), plain[i]);
+    const bool is_right = codes.template decode<1>(panel(Tile::kPanelsOfPart), [](int) {});
+    if (!has_row || is_right) return;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < Codes::panels(1); ++i) {
+      store_decoded_exactly(codes.codes[0], codes.scales.value(i), panel(Tile::kPanelsOfPart + i));
+      HOPWELL_UNROLL
+      for (int j = 0; j + 1 < Codes::kPanels; ++j) codes.codes[j] = codes.codes[j + 1];
     }
+  }
+
+ private:
+  [[nodiscard]] HOPWELL_DEVICE const unsigned char* row() const {
+    return stage + Tile::kRawAt + DequantLane().row<Tile>() * Row::kPitch;
+  }
+  // Where the thread stores its first chunk of a panel.
+  [[nodiscard]] HOPWELL_DEVICE uint32_t panel(int number) const {
+    return arch::shared_address(stage) + uint32_t(number) * tile::kPanelBytes +
+           tile::swizzled(DequantLane().row<Tile>(), 2 * DequantLane().piece());
+  }
+  [[nodiscard]] HOPWELL_DEVICE arch::Words4 load(int part, int panel_of_part) const {
+    return Codes::load(row(), part, DequantLane().piece(), panel_of_part);
+  }
+};
+
+// Decodes the rows of all tiles.
+template <class Tile>
+HOPWELL_DEVICE void decode_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  for_each_tile(p, s, [&](const auto& slot, int keys) {
+    TileDecoder<Tile> decoder(panels[slot.stage()], keys);
+    decoder.decode_part_0();
+    arch::fence_proxy_async();
+    slot.commit(0);
+    decoder.decode_part_1([&] {
+      arch::mbarrier& read = s.read[slot.stage()];
+      tile::arrive_warp(read);
+      arch::mbarrier_wait(read, slot.parity());
+    });
     arch::fence_proxy_async();
     slot.commit(1);
-  }
+  });
 }
 
 #endif

@@ -19,7 +19,7 @@
 // Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (208); gather 48; dequant 128
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
-//           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 70 for 16. Decoding takes 3,200 of a tile's
+//           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 68 for 16. Decoding takes 3,200 of a tile's
 //           4,000 clocks
 #pragma once
 
@@ -54,9 +54,6 @@ struct Storage {
   float row_max[Config::kHeads];     // at the end of a split
   float factor[Config::kHeads];      // of the final output
   MergeFactors merge[Config::kHeads];
-
-  // Executed by one thread, before a barrier of the CTA.
-  HOPWELL_DEVICE void initialise() { tiles.initialise(); }
 };
 
 #if HOPWELL_HAS_SM90A
@@ -324,7 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) s.initialise();
+  if (arch::thread_index() == 0) s.tiles.initialise();
   arch::syncthreads();
   if (const int group = arch::warpgroup_index(); group == 0) {
     arch::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -148,8 +148,8 @@ HOPWELL_DEVICE void gather(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Ti
   Gather<Tile> rows(p, s);
   int tile = 0;
   HOPWELL_NO_UNROLL
-  for (int split = 0; split < Work(p, 1).splits; ++split) {
-    const Work work(p, 1);
+  for (int split = 0; split < Work(p).splits; ++split) {
+    const Work work(p);
     rows.begin_split(work.query, work.split + split);
     bool is_last = false;
     HOPWELL_NO_UNROLL

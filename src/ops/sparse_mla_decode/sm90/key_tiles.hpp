@@ -85,12 +85,22 @@ struct KeyTiles {
   }
 };
 
-// Waits until part 0 of a stage is empty and tells the readers about its next tile. Executed by the dequant warps. The
-// gather warpgroup has waited for part 1.
-template <class Tile, class Slot>
-HOPWELL_DEVICE void begin_tile(KeyTiles<Tile>& s, const Slot& slot, TileInfo info) {
-  slot.wait_empty(0);  // kept: few heads release part 0 before part 1
-  if (arch::thread_index() == Tile::kFirstDequantThread) s.info[slot.stage()] = info;
+// Calls make(slot, keys) for each tile of the CTA's splits, when its stage is empty and its rows are there. Executed by
+// the dequant warps.
+template <class Tile, class Make>
+HOPWELL_DEVICE void for_each_tile(const SplitParams& p, KeyTiles<Tile>& s, const Make& make) {
+  int splits = Work(p).splits;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; splits > 0; ++tile) {
+    const tile::RingSlot slot(s.ring, tile);
+    const int stage = slot.stage();
+    arch::mbarrier_wait(s.gathered[stage], slot.parity());
+    const TileInfo info = s.gathered_info[stage];
+    slot.wait_empty(0);  // kept: few heads release part 0 before part 1, for which the gather warpgroup has waited
+    if (arch::thread_index() == Tile::kFirstDequantThread) s.info[stage] = info;
+    splits -= info.is_last;
+    make(slot, int(info.keys));
+  }
 }
 
 // Named barriers: of the gather warpgroup; of the readers. Barrier 0 is the CTA's.
