@@ -1,7 +1,7 @@
 // e4m3 codes as operands of products of fp16 or bf16. Both represent every e4m3 number exactly, subnormals too.
 //
 //     ShiftedCodes   fp16 of the codes · kUnit, by integer shifts, for any GPU. 7 instructions for 4 codes
-//     ScaledCodes    bf16(code · scale), for Hopper and later. 11 instructions for 4 codes
+//     ScaledCodes    bf16(code · scale), for Hopper and later. 10 instructions for 4 codes
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -29,7 +29,7 @@ struct ShiftedCodes {
 
 #if HOPWELL_HAS_SM90
 /// bf16(code · scale) by a shift and one product: s eeee mmm at bits 15 and 10 to 4 of a bf16 is the code times 2^-120.
-/// 11 instructions for 4 codes. The caller decodes in another way if a scale is not `exact` or if a code is NaN.
+/// 10 instructions for 4 codes. The caller decodes in another way if a scale is not `exact` or if a code is NaN.
 struct ScaledCodes {
   static constexpr uint32_t kNan = 0x07f007f0;  // magnitudes of two NaN codes
   uint32_t largest;                             // magnitudes of the codes so far
@@ -50,14 +50,12 @@ struct ScaledCodes {
     return {(byte + 120) * 0x00800080U, byte - 3 <= 134 - 3};
   }
 
-  /// Four codes as two pairs of bf16, in order.
-  HOPWELL_DEVICE void decode(uint32_t codes, uint32_t factor, uint32_t* pairs) {
-    constexpr uint32_t kMagnitudes = kNan, kSigns = 0x80008000;
-    const uint32_t first = arch::permute_bytes<0x1404>(codes, 0), second = arch::permute_bytes<0x3424>(codes, 0);
-    const uint32_t magnitudes[2] = {first >> 4 & kMagnitudes, second >> 4 & kMagnitudes};
-    largest = arch::max_u16x2(arch::max_u16x2(largest, magnitudes[0]), magnitudes[1]);
-    pairs[0] = arch::multiply_bf16((first & kSigns) | magnitudes[0], factor);
-    pairs[1] = arch::multiply_bf16((second & kSigns) | magnitudes[1], factor);
+  /// Codes 0 and 2 of a word, or, if `odd`, codes 1 and 3.
+  HOPWELL_DEVICE uint32_t decode(uint32_t codes, bool odd, uint32_t factor) {
+    constexpr uint32_t kSigns = 0x80008000;
+    const uint32_t magnitudes = (odd ? codes >> 4 : codes << 4) & kNan, signs = (odd ? codes : codes << 8) & kSigns;
+    largest = arch::max_u16x2(largest, magnitudes);
+    return arch::multiply_bf16(signs | magnitudes, factor);
   }
   /// exact: whether all factors are.
   HOPWELL_DEVICE explicit ScaledCodes(bool exact) : largest(exact ? 0 : kNan) {}

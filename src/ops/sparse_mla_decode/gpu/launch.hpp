@@ -120,6 +120,7 @@ inline SplitParams split_params(const Problem& problem, const SplitPlan& plan, v
   p.out_is_fp32 = problem.out.dtype == DType::kFloat32;
   p.h_q = static_cast<int>(problem.h_q), p.head_tiles = static_cast<int>(plan.head_tiles);
   p.q_len = static_cast<int>(problem.q_len);
+  p.block = static_cast<int>(p.keys.cache.block), p.extra_block = static_cast<int>(p.extra.cache.block);
   p.splits = static_cast<int>(plan.splits), p.splits_of_keys = static_cast<int>(plan.splits_of_keys);
   p.ctas_of_query = static_cast<int>(plan.ctas_of_query), p.splits_of_cta = static_cast<int>(plan.splits_of_cta);
   p.keys_per_split = problem.keys_per_split;

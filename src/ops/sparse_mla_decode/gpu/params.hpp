@@ -5,6 +5,7 @@
 
 #include "arch/sm80/memory.hpp"
 #include "ops/sparse_mla_decode/op.hpp"
+#include "tile/divisor.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/softmax.hpp"
 
@@ -27,11 +28,13 @@ struct SplitParams {
   int64_t q_stride[3], out_stride[3], lse_stride[3], sink_stride;  // elements
   float kv_scale_value, scale_log2;                                // sm_scale · log2(e)
   bool out_is_fp32;
-  int h_q, head_tiles, q_len;
-  int splits, splits_of_keys;  // of a query; of the first cache
+  int h_q;
+  tile::Divisor head_tiles, q_len, block, extra_block;  // block: rows of a block of the cache
+  int splits, splits_of_keys;                           // of a query; of the first cache
   int64_t keys_per_split;
-  int first_query;                   // of this launch
-  int ctas_of_query, splits_of_cta;  // of a tile of heads; a query's last CTA may have fewer splits
+  int first_query;              // of this launch
+  tile::Divisor ctas_of_query;  // for a tile of heads
+  int splits_of_cta;            // a query's last CTA may have fewer
   // Partial results: Σ p · v [queries of a launch, splits, h_q, 512]; row_max and Σ p [queries of a launch, splits,
   // h_q]. Where Σ p is 0, Σ p · v is not read and need not be written. A CTA that merges its splits stores the result
   // as the first one's, and a Σ p of 0 for the others.

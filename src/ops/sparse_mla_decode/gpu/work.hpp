@@ -26,33 +26,38 @@ HOPWELL_DEVICE const bf16* query_of(const SplitParams& p, int query) {
   return p.q + query / p.q_len * p.q_stride[0] + query % p.q_len * p.q_stride[1];
 }
 
-// The entries of a query's split, in the first or in the second cache.
+// The entries of some splits of a query, in the first or in the second cache.
 struct Entries {
-  mla_cache::Blocks cache;
+  const unsigned char* data;  // of the cache
+  int64_t stride;             // bytes from block to block
   const int* row;
   const int* table;  // or null
   int count;
-  uint32_t visible;  // entries from this number on are not valid
-  int block;         // slots of a table's page
-  uint32_t blocks;   // pages from this number on do not exist
+  uint32_t visible;     // entries from this number on are not valid
+  uint32_t blocks;      // pages from this number on do not exist
+  tile::Divisor block;  // rows of a block, which are the slots of a table's page
 
-  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work) : Entries(p, work.query, work.split) {}
-  HOPWELL_DEVICE Entries(const SplitParams& p, int query, int split) {
+  // Of the splits of `work` from number `from` on, as far as they are in the same cache.
+  HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work, int from = 0) {
+    const int query = work.query, split = work.split + from;
     const bool is_extra = split >= p.splits_of_keys;
     const Keys& keys = is_extra ? p.extra : p.keys;
     const PagedSelection& selection = keys.selection;
-    const int64_t b = query / p.q_len, i = query % p.q_len, visible_entries = selection.visible(b, i);
+    const int64_t b = query / p.q_len, i = query - b * p.q_len, visible_entries = selection.visible(b, i);
     const int64_t first = (is_extra ? split - p.splits_of_keys : split) * p.keys_per_split,
                   left = selection.length(b, i) - first;
-    cache = keys.cache;
+    data = keys.cache.data, stride = keys.cache.stride;
     row = selection.row(b, i) + first;
     table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
-    count = int(left < 0 ? 0 : left < p.keys_per_split ? left : p.keys_per_split);
+    int splits = work.splits - from;
+    if (!is_extra && splits > p.splits_of_keys - split) splits = p.splits_of_keys - split;
+    const int64_t most = splits * p.keys_per_split;
+    count = int(left < 0 ? 0 : left < most ? left : most);
     constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
     visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
-    block = int(selection.block), blocks = uint32_t(selection.blocks);
+    block = is_extra ? p.extra_block : p.block, blocks = uint32_t(selection.blocks);
   }
-  /// Entry `at`, or -1 if the split ends before it. The entry's page, which is 0 without a table. Two functions, so
+  /// Entry `at`, or -1 if the splits end before it. The entry's page, which is 0 without a table. Two functions, so
   /// that loads need not follow each other at once.
   HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
   HOPWELL_DEVICE int page(int entry) const { return table && uint32_t(entry) < visible ? table[entry / block] : 0; }
@@ -70,9 +75,9 @@ struct RowAddress {
   static constexpr bool kHasSecond = Row::kSecondBytes > 0 || Row::kMayHaveRopeCache;
   const unsigned char *data, *second;
 
-  HOPWELL_DEVICE RowAddress(const SplitParams& p, const mla_cache::Blocks& cache, int slot) {
-    const int block = slot / int(cache.block), row = slot % int(cache.block);
-    const unsigned char* of_block = cache.data + block * cache.stride;
+  HOPWELL_DEVICE RowAddress(const SplitParams& p, const Entries& entries, int slot) {
+    const int block = slot / entries.block, row = slot - block * entries.block;
+    const unsigned char* of_block = entries.data + block * entries.stride;
     second = nullptr;
     if constexpr (Row::kMayHaveRopeCache) {
       const int pitch = p.rope_cache.data ? 2 * kDv : Row::kFormat.data_pitch;
@@ -81,7 +86,7 @@ struct RowAddress {
     } else {
       data = of_block + int64_t{row} * Row::kFormat.data_pitch;
       if constexpr (Row::kSecondBytes > 0)
-        second = of_block + cache.block * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
+        second = of_block + int64_t{entries.block} * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
     }
   }
 };

@@ -81,7 +81,7 @@ struct Copies {
       listed += s.counts[w];
     }
     if (slot >= 0) {
-      const RowAddress<Row> address(p, entries.cache, slot);
+      const RowAddress<Row> address(p, entries, slot);
       s.rows[before] = address.data;
       if constexpr (RowAddress<Row>::kHasSecond) s.second[before] = address.second;
     }

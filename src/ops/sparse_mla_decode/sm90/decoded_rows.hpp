@@ -59,24 +59,22 @@ struct PartScales {
   }
 };
 
-// Decodes 16 codes to two chunks, at `to` and at to ^ 16. `decode(word, pairs)`: four codes to two words.
+// Decodes 16 codes to two chunks: even columns at `to`, odd ones at to ^ 16. `decode(word, odd)`: two of four codes.
 template <class Decode>
 HOPWELL_DEVICE void store_decoded(const arch::Words4& codes, uint32_t to, const Decode& decode) {
   HOPWELL_UNROLL
-  for (int half = 0; half < 2; ++half) {
+  for (int odd = 0; odd < 2; ++odd) {
     arch::Words4 chunk;
     HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i) decode(codes.w[2 * half + i], &chunk.w[2 * i]);
-    arch::store_shared_v4(to ^ uint32_t(16 * half), chunk);
+    for (int i = 0; i < 4; ++i) chunk.w[i] = decode(codes.w[i], odd == 1);
+    arch::store_shared_v4(to ^ uint32_t(16 * odd), chunk);
   }
 }
 // The same in fp32, as the operator defines the values: for NaN codes and for scales that ScaledCodes does not support.
 HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale, uint32_t to) {
-  store_decoded(codes, to, [&](uint32_t word, uint32_t* pairs) {
-    HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j)
-      pairs[j] = arch::pack_bf16(tile::e4m3_to_float(word >> 16 * j & 0xff) * scale,
-                                 tile::e4m3_to_float(word >> (16 * j + 8) & 0xff) * scale);
+  store_decoded(codes, to, [&](uint32_t word, bool odd) {
+    const uint32_t pair = odd ? word >> 8 : word;
+    return arch::pack_bf16(tile::e4m3_to_float(pair & 0xff) * scale, tile::e4m3_to_float(pair >> 16 & 0xff) * scale);
   });
 }
 
@@ -107,7 +105,7 @@ struct PartCodes {
     for (int i = 0; i < panels(kPart); ++i) {
       const uint32_t factor = scales.factor(i).pair;
       store_decoded(codes[kPart == 0 ? i % 2 : i], to + uint32_t(i) * tile::kPanelBytes,
-                    [&](uint32_t word, uint32_t* pairs) { decoder.decode(word, factor, pairs); });
+                    [&](uint32_t word, bool odd) { return decoder.decode(word, odd, factor); });
       after(i);
     }
     return decoder.is_right();
@@ -169,9 +167,11 @@ struct TileDecoder {
                                                             16 * i);
     }
     wait();
-    HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i)
-      if (kPlain) arch::store_shared_v4(panel(Tile::kPlainPanel) ^ uint32_t(16 * i), plain[i]);
+    if (kPlain) {
+      const EvenOdd columns(plain[0], plain[1]);
+      arch::store_shared_v4(panel(Tile::kPlainPanel), columns.even);
+      arch::store_shared_v4(panel(Tile::kPlainPanel) ^ 16, columns.odd);
+    }
     const bool is_right = codes.template decode<1>(panel(Tile::kPanelsOfPart), [](int) {});
     if (!has_row || is_right) return;
     HOPWELL_NO_UNROLL

@@ -17,7 +17,7 @@
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits.
 // Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
-//           registers: consumer O 64 + merged O 64 + ~40 (208); gather 48; dequant 128
+//           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
 //           unmodified rows, 9 for decoded rows. Measured: 63 for 8 heads, 68 for 16. Decoding takes 3,200 of a tile's
 //           4,000 clocks
@@ -37,7 +37,7 @@ namespace few_heads {
 template <class TheRow, int kTheHeads>
 struct Config : KeyTile<TheRow, 128> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kConsumerRegisters = 208, kGatherRegisters = 48, kDequantRegisters = 128;
+  static constexpr int kConsumerRegisters = 224, kGatherRegisters = 48, kDequantRegisters = 120;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products
   static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
 };
@@ -63,6 +63,11 @@ struct Place {
   static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + tile::fragment_column() + h % 2; }
   // Without warp_index(), which a whole warp must call.
   static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + tile::fragment_row() + 8 * r; }
+  // The first of the two columns of each panel of the output; kEvenOdd: key_tiles.hpp.
+  template <bool kEvenOdd>
+  static HOPWELL_DEVICE int column() {
+    return kEvenOdd ? arch::thread_index() / 32 * 16 + 2 * tile::fragment_row() : row(0);
+  }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };
 
@@ -238,13 +243,21 @@ struct Result {
       }
     }
     arch::barrier_sync(kReaderBarrier, Config::kReaders);
-    HOPWELL_UNROLL
-    for (int h = 0; h < Config::kThreadHeads; ++h) {
+    if (merges) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 16; ++i) {
-        const int value = Place::value(h, i % 2);
-        const float later = of_split[i / 2][value];
-        out[i / 2][value] = merges ? merge_values(out[i / 2][value], later, s.merge[Place::head(h)]) : later;
+      for (int h = 0; h < Config::kThreadHeads; ++h) {
+        const MergeFactors factors = s.merge[Place::head(h)];
+        HOPWELL_UNROLL
+        for (int i = 0; i < 16; ++i) {
+          float& x = out[i / 2][Place::value(h, i % 2)];
+          x = merge_values(x, of_split[i / 2][Place::value(h, i % 2)], factors);
+        }
+      }
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        HOPWELL_UNROLL
+        for (int j = 0; j < Config::kHeads / 2; ++j) out[i][j] = of_split[i][j];
       }
     }
     if (is_final || (is_partial && (merges || has_keys))) store(p, s, work, of_query, is_final);
@@ -260,18 +273,38 @@ struct Result {
     for (int h = 0; h < Config::kThreadHeads; ++h) {
       const int head = work.first_head + Place::head(h);
       if (head >= p.h_q) continue;
-      const float factor = is_final ? s.factor[Place::head(h)] : 1;
-      const int64_t partial = (partial_row(p, work.query, split) + head) * kDv, row = row_of_out(p, work.query, head);
-      HOPWELL_UNROLL
-      for (int i = 0; i < 16; ++i) {
-        const int column = 64 * (i / 2) + Place::row(i % 2);
-        const float x = out[i / 2][Place::value(h, i % 2)];
-        if (!is_final)
-          p.partial_out[partial + column] = x;
-        else if (p.out_is_fp32)
-          static_cast<float*>(p.out)[row + column] = final_value(x, factor);
-        else
-          static_cast<bf16*>(p.out)[row + column] = arch::to_bf16(final_value(x, factor));
+      constexpr bool kAdjacent = Config::kEvenOdd;  // the two columns of a panel
+      const int column = Place::column<Config::kEvenOdd>();
+      const auto value = [&](int panel, int r) { return out[panel][Place::value(h, r)]; };
+      if (!is_final) {
+        float* const to = p.partial_out + (partial_row(p, work.query, split) + head) * kDv + column;
+        HOPWELL_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          if (kAdjacent)
+            arch::store_vector(to + 64 * i, arch::Words2{arch::bit_cast<uint32_t>(value(i, 0)),
+                                                         arch::bit_cast<uint32_t>(value(i, 1))});
+          else
+            to[64 * i] = value(i, 0), to[64 * i + 8] = value(i, 1);
+        }
+        continue;
+      }
+      const int64_t row = row_of_out(p, work.query, head) + column;
+      const float factor = s.factor[Place::head(h)];
+      if (p.out_is_fp32) {
+        float* const to = static_cast<float*>(p.out) + row;
+        HOPWELL_UNROLL
+        for (int i = 0; i < 16; ++i)
+          to[64 * (i / 2) + (kAdjacent ? 1 : 8) * (i % 2)] = final_value(value(i / 2, i % 2), factor);
+      } else {
+        bf16* const to = static_cast<bf16*>(p.out) + row;
+        HOPWELL_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const float x[2] = {final_value(value(i, 0), factor), final_value(value(i, 1), factor)};
+          if (kAdjacent)
+            *reinterpret_cast<uint32_t*>(to + 64 * i) = arch::pack_bf16(x[0], x[1]);
+          else
+            to[64 * i] = arch::to_bf16(x[0]), to[64 * i + 8] = arch::to_bf16(x[1]);
+        }
       }
     }
   }

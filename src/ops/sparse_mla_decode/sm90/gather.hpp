@@ -30,9 +30,9 @@ struct Gather {
   const SplitParams& p;
   KeyTiles<Tile>& s;
   int warp = arch::thread_index() / 32 % Tile::kGatherWarps;
-  uint32_t next = 0;  // entry of the split
-  int entry[2];       // entries next + lane and next + 32 + lane
-  // Of entries next - 64 to next - 1: this lane's slots, and which entries are valid. At the end of the split none is.
+  uint32_t next = 0, end = 0;  // entries of s.entries: the next one, and the end of the split
+  int entry[2];                // entries next + lane and next + 32 + lane
+  // Of the 64 entries before `next`: this lane's slots, and which entries are valid. At the end of the split none is.
   int slot[2];
   uint32_t valid[2];
   int listed = 0, taken = 0;  // how many slots of the split have been put into the ring, and taken from it
@@ -49,7 +49,7 @@ struct Gather {
   HOPWELL_DEVICE void find_slots() {
     valid[0] = valid[1] = 0;
     HOPWELL_NO_UNROLL
-    while (!has_slots() && next < uint32_t(s.entries.count)) {
+    while (!has_slots() && next < end) {
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) slot[i] = s.entries.slot(entry[i], s.entries.page(entry[i]));
       HOPWELL_UNROLL
@@ -69,12 +69,18 @@ struct Gather {
   }
   static HOPWELL_DEVICE int ring_at(int number) { return number / Tile::kKeys % 2 * kRows + number % kRows; }
 
-  HOPWELL_DEVICE void begin_split(int query, int split) {
-    arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: a CTA of many heads has one split
-    if (arch::thread_index() % Tile::kGatherThreads == 0) s.entries = Entries(p, query, split);
-    arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);
-    next = 0, listed = taken = 0;
-    load_entries();
+  // Begins split `split` of the CTA. In each cache only the first split waits for entries: the next ones follow it.
+  HOPWELL_DEVICE void begin_split(const Work& work, int split) {
+    if (split == 0 || work.split + split == p.splits_of_keys) {
+      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: a CTA of many heads has one split
+      if (arch::thread_index() % Tile::kGatherThreads == 0) s.entries = Entries(p, work, split);
+      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);
+      next = 0;
+      load_entries();
+    }
+    const int64_t last = next + p.keys_per_split, count = s.entries.count;
+    end = uint32_t(last < count ? last : count);
+    listed = taken = 0;
     find_slots();
   }
   // Finds the next tile and the addresses of its rows. Lanes i and i + 16 have row i of the warp's 16.
@@ -97,7 +103,7 @@ struct Gather {
       arch::syncwarp();
       taken += keys;
     }
-    const RowAddress<Row> address(p, s.entries.cache, slot_of_row);
+    const RowAddress<Row> address(p, s.entries, slot_of_row);
     data = address.data, second = address.second;
     fetch_to_l2(row < keys);
     return {int16_t(keys), int16_t(listed == taken && !has_slots())};
@@ -149,8 +155,7 @@ HOPWELL_DEVICE void gather(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Ti
   int tile = 0;
   HOPWELL_NO_UNROLL
   for (int split = 0; split < Work(p).splits; ++split) {
-    const Work work(p);
-    rows.begin_split(work.query, work.split + split);
+    rows.begin_split(Work(p), split);
     bool is_last = false;
     HOPWELL_NO_UNROLL
     for (; !is_last; ++tile) {

@@ -3,6 +3,8 @@
 //
 //     panel     64 rows of 64 columns of bf16, as wgmma reads them: eight panels of K[:, :512], which are V too, then
 //               RoPE
+//     columns   decoded rows: of each 16 columns the even ones come first, then the odd ones, because two codes of a
+//               word are decoded by one instruction. Q has the same order. So have the columns of the output
 //     parts     of a tile: panels 0 to 3, then RoPE and panels 4 to 7. A stage has a barrier `full` and a barrier
 //               `empty` for each. The warpgroup that multiplies P and V of part 1 releases part 1. P exists only after
 //               S, so S does not read part 1 any more
@@ -13,6 +15,7 @@
 // The tiles of a CTA's splits follow each other in the ring. A split without keys has one tile of 0 keys.
 #pragma once
 
+#include "arch/sm80/bits.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "ops/sparse_mla_decode/gpu/kernels.hpp"
 #include "ops/sparse_mla_decode/gpu/work.hpp"
@@ -36,10 +39,24 @@ struct KeyTile {
   // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be,
   // and decoded from there. One panel of them is bf16 and is copied: RoPE of V3.2, panel 7 of V4.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
+  static constexpr bool kEvenOdd = Row::kHasCodes;  // order of columns in each 16
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
   static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes), kRawAt = kPanelsOfPart * int(tile::kPanelBytes);
   static constexpr int kRawEnd = kCopiesRows ? 0 : (kRawAt + kKeys * Row::kPitch + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = kRawEnd > kPanelsBytes ? kRawEnd : kPanelsBytes;
+};
+
+// The even and the odd columns of 16 columns of bf16.
+struct EvenOdd {
+  arch::Words4 even, odd;
+  HOPWELL_DEVICE EvenOdd(const arch::Words4& first, const arch::Words4& second) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t* pairs = i < 2 ? &first.w[2 * i] : &second.w[2 * i - 4];
+      even.w[i] = arch::permute_bytes<0x5410>(pairs[0], pairs[1]);
+      odd.w[i] = arch::permute_bytes<0x7632>(pairs[0], pairs[1]);
+    }
+  }
 };
 
 // The stages of the ring, 1,024-byte aligned. They are no member of KeyTiles, whose size would then be a multiple of

@@ -167,33 +167,56 @@ constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 // Row (head) `r` of a thread's two. Without warp_index(), because some lanes of a warp call it without the others.
 HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread_index()) + 8 * r; }
 
+// A thread's values of a row of O: runs of adjacent columns.
+template <bool kEvenOdd>  // key_tiles.hpp
+struct Runs {
+  static constexpr int kLength = kEvenOdd ? 4 : 2, kRuns = 64 * kBlocks / kLength / 2, kDistance = 4 * kLength;
+  static HOPWELL_DEVICE int first_column() { return kLength * tile::quad_lane(); }
+  // Column j of run i.
+  static HOPWELL_DEVICE float value(const Output& out, int r, int i, int j) {
+    const int block = kEvenOdd ? 2 * i + j % 2 : i;  // of 8 columns
+    return out[block / 16][4 * (block % 16) + 2 * r + (kEvenOdd ? j / 2 : j)];
+  }
+};
+
 // Stores this warpgroup's columns from first_column on: of a partial result, or, times `factor`, of the final result.
 template <class Config>
 HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
+  using Of = Runs<Config::kEvenOdd>;
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const int head = work.first_head + row_of_thread(r), column = first_column + tile::fragment_column();
+    const int head = work.first_head + row_of_thread(r), column = first_column + Of::first_column();
     if (head >= p.h_q) continue;
-    if (p.splits > 1) {
-      float* const row = p.partial_out + (partial_row(p, work.query, work.split) + head) * kDv + column;
-      HOPWELL_UNROLL
-      for (int i = 0; i < 16 * kBlocks; ++i) {
-        const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
-        arch::store_vector(row + 8 * i, arch::Words2{arch::bit_cast<uint32_t>(x[0]), arch::bit_cast<uint32_t>(x[1])});
-      }
-      continue;
-    }
+    const auto final = [&](int i, int j) { return final_value(Of::value(out, r, i, j), factor[r]); };
+    const auto final_pair = [&](int i, int j) { return arch::pack_bf16(final(i, j), final(i, j + 1)); };
     const int64_t row = row_of_out(p, work.query, head) + column;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 16 * kBlocks; ++i) {
-      const float* x = &out[i / 16][4 * (i % 16) + 2 * r];
-      const float low = final_value(x[0], factor[r]), high = final_value(x[1], factor[r]);
-      if (p.out_is_fp32) {
-        float* at = static_cast<float*>(p.out) + row + 8 * i;
-        at[0] = low, at[1] = high;
-      } else {
-        *reinterpret_cast<uint32_t*>(static_cast<bf16*>(p.out) + row + 8 * i) = arch::pack_bf16(low, high);
+    bf16* const to = static_cast<bf16*>(p.out) + row;
+    if (p.splits > 1) {
+      float* const partial = p.partial_out + (partial_row(p, work.query, work.split) + head) * kDv + column;
+      HOPWELL_UNROLL
+      for (int i = 0; i < Of::kRuns; ++i) {
+        std::conditional_t<Of::kLength == 4, arch::Words4, arch::Words2> words;
+        HOPWELL_UNROLL
+        for (int j = 0; j < Of::kLength; ++j) words.w[j] = arch::bit_cast<uint32_t>(Of::value(out, r, i, j));
+        arch::store_vector(partial + Of::kDistance * i, words);
+      }
+    } else if (p.out_is_fp32) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Of::kRuns; ++i) {
+        HOPWELL_UNROLL
+        for (int j = 0; j < Of::kLength; ++j) static_cast<float*>(p.out)[row + Of::kDistance * i + j] = final(i, j);
+      }
+    } else if (Of::kLength == 4 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Of::kRuns; ++i)
+        arch::store_vector(to + Of::kDistance * i, arch::Words2{final_pair(i, 0), final_pair(i, Of::kLength - 2)});
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < Of::kRuns; ++i) {
+        HOPWELL_UNROLL
+        for (int j = 0; j < Of::kLength; j += 2)
+          *reinterpret_cast<uint32_t*>(to + Of::kDistance * i + j) = final_pair(i, j);
       }
     }
   }
