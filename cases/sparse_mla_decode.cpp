@@ -562,6 +562,27 @@ Problems other_problems() {
   add("splits_256", {.topk = 2049, .blocks = 100, .keys_per_split = 256});
   add("v32_splits_of_three_tiles",
       {.rows = Rows::kV32, .b = 1, .h_q = 8, .topk = 700, .blocks = 50, .keys_per_split = 192});
+  // So few queries that each split has a CTA, and the CTAs of a query are a cluster on Hopper.
+  add("v32_clusters", {.rows = Rows::kV32,
+                       .b = 1,
+                       .q_len = 1,
+                       .h_q = 5,
+                       .topk = 230,
+                       .keys_per_split = 64,
+                       .sink = Decode::Sink::kAny});
+  add("v4_clusters", {.rows = Rows::kV4,
+                      .b = 1,
+                      .q_len = 1,
+                      .h_q = 13,
+                      .d_qk = 512,
+                      .topk = 128,
+
+                      .extra_topk = 65,
+                      .extra_block = 6,
+                      .keys_per_split = 64,
+                      .lse = false,
+                      .entries = Decode::Entries::kEmptyRows});
+  add("bf16_clusters", {.b = 2, .q_len = 1, .h_q = 16, .topk = 128, .keys_per_split = 64, .out_fp32 = true});
   add("splits_of_two_tiles", {.topk = 2176, .blocks = 100, .keys_per_split = 1024});
   add("splits_320", {.b = 9, .topk = 1000, .keys_per_split = 320, .topk_length = Lens::kQuery});
   add("splits_empty_rows", {.topk = 200, .keys_per_split = 64, .entries = Decode::Entries::kEmptyRows});
@@ -679,7 +700,8 @@ Suite sparse_mla_decode() {
       // The kernel for few heads: the same, with and without splits.
       {"sparse_mla_decode_few_heads_sm90",
        "emu:sm90",
-       {"v32_lists", "v32_some_scales", "v4_two_caches", "v4_splits_h_q_16", "bf16_splits_h_q_8"},
+       {"v32_lists", "v32_some_scales", "v4_two_caches", "v4_splits_h_q_16", "bf16_splits_h_q_8", "v32_clusters",
+        "bf16_clusters"},
        2,
        9,
        "ops/sparse_mla_decode/"},

@@ -9,7 +9,19 @@ namespace {
 constexpr Clocks kClocks{.of_cta = 12'000, .of_tile = 4'000};
 
 std::int64_t of_cta(std::int64_t queries, std::int64_t splits, std::int64_t keys_of_split = 256, int sms = 132) {
-  return splits_of_cta({queries, 8, 1, splits, keys_of_split, sms}, kClocks);
+  return distribute_splits({queries, 8, 1, splits, keys_of_split, sms}, kClocks).splits_of_cta;
+}
+
+// 8 splits; 15 clusters of 8 CTAs run at the same time, as on an H200.
+bool in_cluster(std::int64_t queries) {
+  return distribute_splits({queries, 8, 1, 8, 256, 132, 15}, kClocks).in_cluster;
+}
+
+TEST(SparseMlaDecodePlan, FewQueriesMergeInClusters) {
+  EXPECT_TRUE(in_cluster(1));
+  EXPECT_TRUE(in_cluster(15));
+  EXPECT_FALSE(in_cluster(16));
+  EXPECT_FALSE(in_cluster(128));
 }
 
 TEST(SparseMlaDecodePlan, FewQueriesHaveACtaForEachSplit) {

@@ -45,7 +45,7 @@ HOPWELL_DEVICE uint32_t map_to_rank(uint32_t shared_address_here, uint32_t rank)
 #endif
 }
 
-/// ld.shared::cluster / st.shared::cluster: a word of any CTA of the cluster. PTX:
+/// ld.shared::cluster / st.shared::cluster: a word, or four aligned ones, of any CTA of the cluster. PTX:
 /// #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE uint32_t load_cluster(uint32_t cluster_address, [[maybe_unused]] Site site = Site::current()) {
   uint32_t v;
@@ -53,6 +53,18 @@ HOPWELL_DEVICE uint32_t load_cluster(uint32_t cluster_address, [[maybe_unused]] 
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(cluster_address) : "memory");
 #else
   emu::read_shared(cluster_address, 4, &v, site);
+#endif
+  return v;
+}
+HOPWELL_DEVICE Words4 load_cluster_v4(uint32_t cluster_address, [[maybe_unused]] Site site = Site::current()) {
+  Words4 v;
+#if HOPWELL_ON_DEVICE
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "r"(cluster_address)
+               : "memory");
+#else
+  emu::read_shared(cluster_address, 16, &v, site);
 #endif
   return v;
 }

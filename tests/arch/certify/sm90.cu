@@ -102,6 +102,7 @@ __global__ void bulk_copies(const uint32_t* in, uint32_t* out) {
   fence_proxy_async();  // st.async wrote through the generic proxy; the bulk stores below read
   cluster_sync();
   const uint32_t from_peer = load_cluster(map_to_rank(base + uint32_t(t) * 4, peer));
+  const Words4 four_from_peer = load_cluster_v4(map_to_rank(base + uint32_t(t) * 16, peer));
   syncwarp();
   if (t == 0) {
     bulk_store(out + rank * 1536, base, 2048);
@@ -114,6 +115,7 @@ __global__ void bulk_copies(const uint32_t* in, uint32_t* out) {
   out[rank * 1536 + 1024 + uint32_t(t)] = s.words[2048 + t];
   out[rank * 1536 + 1056 + uint32_t(t)] = from_peer;
   out[rank * 1536 + 1088 + uint32_t(t)] = cluster_size() * 16 + cluster_rank();
+  for (uint32_t i = 0; i < 4; ++i) out[rank * 1536 + 1120 + 4 * uint32_t(t) + i] = four_from_peer.w[i];
   cluster_sync();
 #endif
 }
@@ -394,7 +396,8 @@ void add_sm90_cases(std::vector<Case>& cases) {
   add("cp_async_on_mbarrier", "cp_async_mbarrier_arrive_noinc", Inputs::bits, 512, 512, cp_async_on_mbarrier, 64, 1);
   add("bulk_copies",
       "bulk_load bulk_load_multicast bulk_copy_to_cta bulk_store bulk_commit bulk_wait bulk_wait_read store_async "
-      "store_async_v4 load_cluster store_cluster map_to_rank cluster_rank cluster_size cluster_sync cluster_arrive "
+      "store_async_v4 load_cluster load_cluster_v4 store_cluster map_to_rank cluster_rank cluster_size cluster_sync "
+      "cluster_arrive "
       "cluster_wait mbarrier_arrive_expect_tx mbarrier_expect_tx mbarrier_wait_cluster mbarrier_try_wait_cluster "
       "fence_proxy_async",
       Inputs::bits, 768, 3072, bulk_copies, 32, 2);

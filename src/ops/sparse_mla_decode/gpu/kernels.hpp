@@ -15,6 +15,8 @@ struct SplitKernel {
   int threads;
   std::size_t shared_bytes;
   std::optional<Clocks> clocks = std::nullopt;  // absent: a CTA can have one split only
+  // Number of clusters of `size` CTAs that run at the same time; null if the kernel cannot merge splits in a cluster.
+  int (*clusters_that_fit)(const runtime::Device& device, std::int64_t size) = nullptr;
 };
 
 // The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on.

@@ -1,12 +1,14 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
 // A CTA of the split kernel has a tile of a query's heads, and one split of the query or several. The CTAs of a split's
-// head tiles are adjacent, so that they share its rows in L2. A CTA without a valid entry stores its statistics alone,
+// head tiles run at about the same time, and share its rows in L2. A CTA without a valid entry stores its statistics alone,
 // so that a query without entries costs little, and one long row is spread over the GPU.
 //
 //     the query's first CTA   merges its splits. If it has all splits of the query, the result is final. Otherwise it
 //                             stores it as the result of split 0, and statistics without keys for the others
 //     the others              store a partial result of each split. The merge kernel follows
+//     a cluster               few queries on Hopper, one split a CTA: the CTAs of a query are a cluster, which merges
+//                             their results
 //
 // Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited
 // number of queries at a time, so that the workspace does not grow with b.
@@ -28,14 +30,17 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 struct SplitPlan {
   SplitKernel kernel;
-  int heads = 0;                                      // of a tile
-  std::int64_t head_tiles = 0;                        // of a query
-  std::int64_t splits_of_keys = 0;                    // of a query in the first cache
-  std::int64_t splits = 0;                            // of a query
-  std::int64_t splits_of_cta = 1, ctas_of_query = 0;  // for a tile of heads
-  std::int64_t queries_at_once = 0;                   // of a launch
-  std::size_t stats = 0, out = 0;                     // offsets in the workspace
+  int heads = 0;                    // of a tile
+  std::int64_t head_tiles = 0;      // of a query
+  std::int64_t splits_of_keys = 0;  // of a query in the first cache
+  std::int64_t splits = 0;          // of a query
+  SplitsOfCtas distribution;
+  std::int64_t ctas_of_query = 0;    // for a tile of heads
+  std::int64_t queries_at_once = 0;  // of a launch
+  std::size_t stats = 0, out = 0;    // offsets in the workspace
   std::size_t workspace_bytes = 0;
+
+  [[nodiscard]] bool needs_merge_kernel() const { return ctas_of_query > 1 && !distribution.in_cluster; }
 };
 
 inline bool blocks_aligned(const mla_cache::Blocks& cache) {
@@ -80,19 +85,23 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
     return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
   if (plan.kernel.clocks) {
     const std::int64_t topk = std::max(p.keys.selection.topk, p.extra ? p.extra->selection.topk : 0);
-    plan.splits_of_cta = splits_of_cta({.queries = queries,
-                                        .h_q = p.h_q,
-                                        .head_tiles = plan.head_tiles,
-                                        .splits = plan.splits,
-                                        .keys_of_split = std::min(p.keys_per_split, topk),
-                                        .sms = p.device.sms},
-                                       *plan.kernel.clocks);
+    const bool can_merge = plan.kernel.clusters_that_fit != nullptr && plan.splits > 1 && plan.splits <= kMostOfCluster;
+    plan.distribution =
+        distribute_splits({.queries = queries,
+                           .h_q = p.h_q,
+                           .head_tiles = plan.head_tiles,
+                           .splits = plan.splits,
+                           .keys_of_split = std::min(p.keys_per_split, topk),
+                           .sms = p.device.sms,
+                           .clusters = can_merge ? plan.kernel.clusters_that_fit(p.device, plan.splits) : 0},
+                          *plan.kernel.clocks);
   }
-  plan.ctas_of_query = (plan.splits + plan.splits_of_cta - 1) / plan.splits_of_cta;
+  const std::int64_t of_cta = plan.distribution.splits_of_cta;
+  plan.ctas_of_query = (plan.splits + of_cta - 1) / of_cta;
   const std::int64_t ctas_of_query = plan.ctas_of_query * plan.head_tiles;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
   plan.queries_at_once = std::min({queries, kMostCtas / std::max(ctas_of_query, p.h_q)});
-  if (plan.ctas_of_query == 1) return plan;
+  if (!plan.needs_merge_kernel()) return plan;
   const std::int64_t of_workspace = p.device.sms * std::min<std::int64_t>(p.h_q, 64) / p.h_q;
   plan.queries_at_once = std::min(plan.queries_at_once, std::max<std::int64_t>(of_workspace, 1));
   const std::int64_t partials = plan.queries_at_once * plan.splits * p.h_q;
@@ -122,7 +131,9 @@ inline SplitParams split_params(const Problem& problem, const SplitPlan& plan, v
   p.q_len = static_cast<int>(problem.q_len);
   p.block = static_cast<int>(p.keys.cache.block), p.extra_block = static_cast<int>(p.extra.cache.block);
   p.splits = static_cast<int>(plan.splits), p.splits_of_keys = static_cast<int>(plan.splits_of_keys);
-  p.ctas_of_query = static_cast<int>(plan.ctas_of_query), p.splits_of_cta = static_cast<int>(plan.splits_of_cta);
+  p.ctas_of_query = static_cast<int>(plan.ctas_of_query);
+  p.splits_of_cta = static_cast<int>(plan.distribution.splits_of_cta);
+  p.merges_in_cluster = plan.distribution.in_cluster;
   p.keys_per_split = problem.keys_per_split;
   p.partial_stats = runtime::at_offset<arch::Words2>(workspace, plan.stats);
   p.partial_out = runtime::at_offset<float>(workspace, plan.out);
@@ -136,11 +147,11 @@ inline void launch_splits(const Problem& problem, const SplitPlan& plan, void* w
   for (std::int64_t first = 0; first < queries; first += plan.queries_at_once) {
     const std::int64_t count = std::min(plan.queries_at_once, queries - first);
     p.first_query = static_cast<int>(first);
-    runtime::launch(kName, plan.kernel.kernel,
-                    runtime::shape_of_ctas(count * plan.ctas_of_query * plan.head_tiles, plan.kernel.threads,
-                                           plan.kernel.shared_bytes),
-                    stream, p);
-    if (plan.ctas_of_query == 1) continue;
+    arch::LaunchShape shape = runtime::shape_of_ctas(count * plan.ctas_of_query * plan.head_tiles, plan.kernel.threads,
+                                                     plan.kernel.shared_bytes);
+    if (plan.distribution.in_cluster) shape.cluster = static_cast<std::uint32_t>(plan.ctas_of_query);
+    runtime::launch(kName, plan.kernel.kernel, shape, stream, p);
+    if (!plan.needs_merge_kernel()) continue;
     arch::LaunchShape merge = runtime::shape_of_ctas(count * problem.h_q, MergeConfig::kThreads);
     merge.programmatic_dependency = problem.device.has_dependent_launches();
     runtime::launch(kName, sparse_mla_decode_merge, merge, stream, p);

@@ -14,6 +14,7 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 using arch::bf16;
 
 constexpr int kDv = 512;
+constexpr int kMostOfCluster = 8;  // CTAs
 
 // Parameters of the split kernel and of the merge kernel. A query is token `query mod q_len` of sequence
 // `query div q_len`.
@@ -35,6 +36,7 @@ struct SplitParams {
   int first_query;              // of this launch
   tile::Divisor ctas_of_query;  // for a tile of heads
   int splits_of_cta;            // a query's last CTA may have fewer
+  bool merges_in_cluster;       // the CTAs of a tile of heads are a cluster, each has one split: sm90/cluster_merge.hpp
   // Partial results: Σ p · v [queries of a launch, splits, h_q, 512]; row_max and Σ p [queries of a launch, splits,
   // h_q]. Where Σ p is 0, Σ p · v is not read and need not be written. A CTA that merges its splits stores the result
   // as the first one's, and a Σ p of 0 for the others.
@@ -95,5 +97,34 @@ HOPWELL_DEVICE int64_t row_of_out(const SplitParams& p, int query, int head) {
 }
 // The product of a sum and its head's factor. A factor of 0 stands for no keys, or for an infinite sink.
 HOPWELL_DEVICE float final_value(float sum, float factor) { return factor == 0 ? 0 : sum * factor; }
+
+// Four columns of a head, merged split by split.
+struct MergedColumns {
+  Stats stats;
+  float sums[4] = {};
+
+  // A split that has no keys adds nothing. Its values are not read.
+  HOPWELL_DEVICE void add(const Stats& of_split, const arch::Words4& values) {
+    if (of_split.sum == 0) return;
+    const MergeFactors factors = merge_stats(stats, of_split);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) sums[i] = merge_values(sums[i], arch::bit_cast<float>(values.w[i]), factors);
+  }
+  // Stores the head's columns from `column` on, and, by the thread that has column 0, its lse.
+  HOPWELL_DEVICE void store(const SplitParams& p, int query, int head, int column) const {
+    const float factor = finish_head(p, query, head, stats, column == 0);
+    const int64_t at = row_of_out(p, query, head) + column;
+    float values[4];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) values[i] = final_value(sums[i], factor);
+    if (p.out_is_fp32) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) static_cast<float*>(p.out)[at + i] = values[i];
+    } else {
+      auto* out = reinterpret_cast<uint32_t*>(static_cast<bf16*>(p.out) + at);
+      out[0] = arch::pack_bf16(values[0], values[1]), out[1] = arch::pack_bf16(values[2], values[3]);
+    }
+  }
+};
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -14,11 +14,11 @@ struct Work {
 
   // heads: of a tile. Without it first_head is 0.
   HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0) {
-    const int number = arch::block_index() / p.head_tiles;
-    query = p.first_query + number / p.ctas_of_query;
-    split = number % p.ctas_of_query * p.splits_of_cta;
+    const int tile = arch::block_index() / p.ctas_of_query;
+    query = p.first_query + tile / p.head_tiles;
+    split = arch::block_index() % p.ctas_of_query * p.splits_of_cta;
     splits = p.splits - split < p.splits_of_cta ? p.splits - split : p.splits_of_cta;
-    first_head = arch::block_index() % p.head_tiles * heads;
+    first_head = tile % p.head_tiles * heads;
   }
 };
 

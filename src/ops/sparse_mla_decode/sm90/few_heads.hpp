@@ -15,7 +15,8 @@
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
 //           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
-//           result is final. Other CTAs store a partial result of each of their splits.
+//           result is final. Other CTAs store a partial result of each of their splits. With few queries the CTAs of a
+//           query, one for each split, are a cluster that merges them: cluster_merge.hpp.
 // Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
@@ -24,9 +25,11 @@
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_decode/sm90/cluster_merge.hpp"
 #include "ops/sparse_mla_decode/sm90/gather.hpp"
 #include "ops/sparse_mla_decode/sm90/panels.hpp"
 #include "ops/sparse_mla_decode/sm90/query.hpp"
+#include "runtime/launch.hpp"
 #include "runtime/with_constant.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/fragment.hpp"
@@ -229,6 +232,12 @@ struct Result {
                is_partial = !has_all && (!merges || is_last);
     const int of_query = merges ? 0 : work.split + split;  // split that the partial result belongs to
     arch::barrier_sync(kReaderBarrier, Config::kReaders);
+    if (p.merges_in_cluster) {
+      auto& own = *reinterpret_cast<SplitResult<Config::kHeads>*>(s.panels);
+      static_assert(sizeof own <= sizeof s.panels);
+      store_for_cluster(s, own, sums, of_split);
+      return merge_in_cluster<Config>(p, own);
+    }
     if (HeadSums<Config>::has()) {
       const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
       const Stats later{s.row_max[of_tile], sums.total()};
@@ -264,6 +273,21 @@ struct Result {
   }
 
  private:
+  static HOPWELL_DEVICE void store_for_cluster(const Storage<Config>& s, SplitResult<Config::kHeads>& result,
+                                               const HeadSums<Config>& sums, const Output<Config>& of_split) {
+    if (HeadSums<Config>::has()) {
+      const int head = HeadSums<Config>::head();
+      const Stats stats{s.row_max[head], sums.total()};
+      if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
+    }
+    HOPWELL_UNROLL
+    for (int h = 0; h < Config::kThreadHeads; ++h) {
+      float* const to = &result.out[Place::head(h)][Place::column<Config::kEvenOdd>()];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 16; ++i)
+        to[64 * (i / 2) + (Config::kEvenOdd ? 1 : 8) * (i % 2)] = of_split[i / 2][Place::value(h, i % 2)];
+    }
+  }
   static HOPWELL_DEVICE arch::Words2& stats_at(const SplitParams& p, int query, int split, int head) {
     return p.partial_stats[partial_row(p, query, split) + head];
   }
@@ -371,13 +395,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- on the host ----------------------------------------------------------------------------------------------------
 
+namespace few_heads {
+
+template <class Config>
+int clusters_that_fit(const runtime::Device& device, std::int64_t size) {
+  return runtime::clusters_that_fit<sparse_mla_decode_sm90_few_heads<Config>>(
+      device, {.threads = Config::kThreads,
+               .cluster = static_cast<std::uint32_t>(size),
+               .shared_bytes = sizeof(Storage<Config>)});
+}
+
+}  // namespace few_heads
+
 template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads) {
   return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
     using Config = few_heads::Config<RowsOfFormat, kHeads>;
     static_assert(sizeof(few_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
     return {sparse_mla_decode_sm90_few_heads<Config>, Config::kThreads, sizeof(few_heads::Storage<Config>),
-            Clocks{.of_cta = 12'000, .of_tile = kHeads == 8 ? 4000 : 4500}};  // H200, V3.2 rows
+            Clocks{.of_cta = 12'000, .of_tile = kHeads == 8 ? 3700 : 4100},  // H200, V3.2 rows
+            few_heads::clusters_that_fit<Config>};
   });
 }
 
