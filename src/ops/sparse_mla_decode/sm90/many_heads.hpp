@@ -23,9 +23,9 @@
 //           registers: low 128 for O + 32 for S + 16 for P + ~16 (192); high 128 for O + ~32 (160); gather 32;
 //           dequant 16 for codes + ~32 (48)
 // Bound     per key: 34 clocks of the tensor cores; shared memory about 48: 28 for the products, 10 for unmodified
-//           rows, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 79. A stage takes about
-//           10,000 clocks from one tile to the next: 1,000 to copy rows, 1,000 of latency, 3,300 to decode, 2,300 for
-//           S, the softmax and O, and the waits between them. There are two stages
+//           rows, 9 for decoded rows; 35 clocks of DRAM on an H200 (656-byte rows). Measured: 73. A stage takes about
+//           9,200 clocks from one tile to the next: 2,400 until its rows are there, 2,600 to decode them, 700 until the
+//           last scores, 850 for the softmax, 1,250 for O, and the waits between them. There are two stages
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
