@@ -514,6 +514,22 @@ Problems problems() {
   all.emplace_back("fp32", Paged{.dtype = kFloat});
   all.emplace_back("fp32_exact", Paged{.dtype = kFloat, .b = 4, .d_index = 13, .data = Data::kIntegers});
   all.emplace_back("bf16_many_sequences", Paged{.b = 321, .q_len = 1, .h_index = 2, .d_index = 32, .topk = 20});
+  // Sequences with few queries, of one to four tiles of 64 rows; more sequences, and items of 128 keys, than rings hold.
+  const Paged few_queries{.dtype = kFp8,
+                          .b = 4,
+                          .q_len = 2,
+                          .h_index = 64,
+                          .d_index = 32,
+                          .topk = 30,
+                          .blocks = 90,
+                          .block = 8,
+                          .max_blocks = 90,
+                          .pages = Pages::kBad};
+  all.emplace_back("fp8_few_queries", few_queries);
+  Paged more_queries = few_queries;
+  more_queries.q_len = 7, more_queries.h_index = 32, more_queries.block = 64, more_queries.max_blocks = 11;
+  more_queries.data = Data::kIntegers;
+  all.emplace_back("fp8_few_queries_h_32", more_queries);
   all.emplace_back("fp8_q_len_70", Paged{.dtype = kFp8, .b = 2, .q_len = 70, .h_index = 4, .d_index = 32, .topk = 20});
   return all;
 }
@@ -566,7 +582,14 @@ Suite paged_lightning_indexer() {
       // CTAs with more items than the rings hold. The subjects of lightning_indexer have the kernels that both share.
       {"paged_lightning_indexer_sm90",
        "emu:sm90",
-       {"fp8_many_keys", "fp8_bad_pages_few_left", "fp8_q_len_8", "fp8_q_len_70"},
+       {"fp8_many_keys", "fp8_bad_pages_few_left", "fp8_q_len_70"},
+       2,
+       8,
+       "ops/paged_lightning_indexer/",
+       "1"},
+      {"paged_lightning_indexer_few_queries_sm90",
+       "emu:sm90",
+       {"fp8_few_queries", "fp8_few_queries_h_32"},
        2,
        8,
        "ops/paged_lightning_indexer/",

@@ -453,6 +453,7 @@ HOPWELL_DEVICE bool select_by_guess(const Params& p, SampledSelectStorage& s, co
 template <int kWarps, class Params>
 __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
     lightning_indexer_select_sampled(const __grid_constant__ Params p) {
+  tile::wait_for_prior_kernels();
   const auto row = row_of(p, arch::block_index());
   if (row.visible <= p.topk) return write_visible(p, arch::dynamic_smem<SelectStorage>().of_warp, row);
   const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
@@ -473,9 +474,9 @@ void launch_sampled_select(const char* name, const Problem& problem, std::int64_
                       : plan.warps == 8  ? lightning_indexer_select_sampled<8, Params>
                       : plan.warps == 16 ? lightning_indexer_select_sampled<16, Params>
                                          : lightning_indexer_select_sampled<32, Params>;
-  runtime::launch(name, kernel,
-                  runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
-                  params(plan));
+  arch::LaunchShape shape = runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv));
+  shape.programmatic_dependency = problem.device.has_dependent_launches();
+  runtime::launch(name, kernel, shape, stream, params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -18,6 +18,7 @@
 #include "arch/sm80/reduce.hpp"
 #include "ops/lightning_indexer/plan.hpp"
 #include "runtime/launch.hpp"
+#include "tile/gpu/dependency.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -318,6 +319,7 @@ HOPWELL_DEVICE void select_row(const Params& p, SelectStorage& s, const Row& row
 
 template <class Params>
 __global__ void __launch_bounds__(32 * kMaxSelectWarps) lightning_indexer_select(const __grid_constant__ Params p) {
+  tile::wait_for_prior_kernels();
   auto& s = arch::dynamic_smem<SelectStorage>();
   const auto row = row_of(p, arch::block_index());
   if (row.visible <= p.topk) return write_visible(p, s.of_warp, row);
@@ -340,9 +342,9 @@ inline SelectParams select_params(const Problem& problem, const void* workspace,
 template <class ParamsOf>
 void launch_select(const char* name, const Problem& problem, std::int64_t count, Stream stream, ParamsOf params) {
   const SelectPlan plan = plan_select(problem, count);
-  runtime::launch(name, lightning_indexer_select<decltype(params(plan))>,
-                  runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.bucket_bits)), stream,
-                  params(plan));
+  arch::LaunchShape shape = runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.bucket_bits));
+  shape.programmatic_dependency = problem.device.has_dependent_launches();
+  runtime::launch(name, lightning_indexer_select<decltype(params(plan))>, shape, stream, params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

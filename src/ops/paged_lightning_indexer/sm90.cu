@@ -1,31 +1,19 @@
 // paged_lightning_indexer for Hopper: list of kernels.
 //
-//     paged_lightning_indexer_score_sm90    scores of some queries and their keys, to the workspace; fp8 only
+//     paged_lightning_indexer_score_few_sm90   scores of sequences with few queries, to the workspace; fp8 only:
+//                                              sm90/few_queries.hpp
+//     paged_lightning_indexer_score_sm90       … of other sequences
 //     lightning_indexer_select_cluster      the best positions of each query, for few queries with long rows
 //     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
 //     lightning_indexer_select              … for shorter rows
 //
 // The roles of warps: see lightning_indexer/sm90/score.hpp. In addition, the warp that copies q describes the items to
 // all other warps, and each of the three warps that load weights copies a third of an item's keys.
-//
-// The copy engine loads keys in boxes of up to 64 rows of one block. A page that does not exist has a coordinate
-// outside of the cache, for which the engine writes zeros and reads nothing.
-#include "arch/sm90/bulk_copy.hpp"
 #include "ops/lightning_indexer/cluster_select.hpp"
-#include "ops/lightning_indexer/sm90/score.hpp"
-#include "ops/paged_lightning_indexer/score_work.hpp"
 #include "ops/paged_lightning_indexer/select.hpp"
+#include "ops/paged_lightning_indexer/sm90/few_queries.hpp"
 
 namespace hopwell::ops::paged_lightning_indexer::HOPWELL_TARGET {
-
-using SequenceTask = PagedScoreParams<indexer::ScoreTask>;
-
-template <class T>
-struct Sm90Params {
-  SequenceTask task;
-  arch::TensorMap q, k;  // [b, q_len, h_index, d_index]; keys [blocks, block, d_index] in boxes of box_rows rows
-  int box_rows;
-};
 
 // Of the keys of a slot of the ring.
 struct KeyScales {
@@ -68,16 +56,6 @@ HOPWELL_DEVICE void load_queries(const Sm90Item<T>& p, uint32_t to, int column, 
   arch::tma_load<4>(to, p.launch->q, {column, head, int(p.first_query) + query, int(p.sequence)}, full);
 }
 
-// A box of keys. A page that does not exist is -1.
-struct Box {
-  int page, row;  // of the page
-};
-template <class T>
-HOPWELL_DEVICE Box box_of(const Sm90Item<T>& p, int first) {
-  const CachePage page = page_of(p, first, first < p.s_kv);
-  return {page.exists ? page.number : -1, page.row};
-}
-
 // Copies a box of keys and their scales to rows of a slot from `row` on. Returns the bit of KeyScales::absent for 8
 // rows.
 template <class T>
@@ -88,15 +66,12 @@ HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<
   const Sm90Params<T>& launch = *p.launch;
   arch::mbarrier& full = slot.full();
   if (box.page >= 0) {
-    const uint32_t bytes = uint32_t(launch.box_rows) * uint32_t(sizeof(float));
-    arch::mbarrier_expect_tx(full, bytes);
-    arch::bulk_load(arch::shared_address(scales.of_row + row),
-                    reinterpret_cast<const float*>(p.cache + box.page * p.block_stride + p.scales) + box.row, bytes,
-                    full);
+    arch::mbarrier_expect_tx(full, uint32_t(launch.box_rows) * uint32_t(sizeof(float)));
+    copy_scales(launch, scales.of_row + row, box, full);
   }
   for (int panel = 0; panel < Config::kPanels; ++panel)
-    arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, launch.k,
-                      {kColumns * panel, box.row, box.page >= 0 ? box.page : int(p.positions.blocks)}, full);
+    copy_rows(launch, slot.rows() + uint32_t(panel) * tile::kPanelBytes + uint32_t(row) * 128, kColumns * panel, box,
+              full);
   return box.page >= 0 ? 0 : ((1U << launch.box_rows / 8) - 1) << row / 8;
 }
 
@@ -110,7 +85,7 @@ HOPWELL_DEVICE void produce_keys(const Sm90Item<T>& p, indexer::ScoreStorage<T>&
   static_assert(kTiles * kRows / 8 <= 32, "a lane has one box");
   const int lane = arch::lane_index(), box_rows = p.launch->box_rows, first_tile = kTiles * third;
   const bool has_box = lane * box_rows < kTiles * kRows;
-  const Box own = has_box ? box_of(p, part.first_key + first_tile * kRows + lane * box_rows) : Box{};
+  const Box own = has_box ? box_of(p, part.first_key + first_tile * kRows + lane * box_rows, p.s_kv) : Box{};
   uint32_t absent = 0;
   HOPWELL_NO_UNROLL
   for (int key = 0, at = 0; key < kTiles * kRows; key += box_rows, ++at) {
@@ -191,6 +166,7 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
     paged_lightning_indexer_score_sm90(const __grid_constant__ Sm90Params<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = indexer::ScoreConfig<T>;
+  tile::launch_dependents();  // the selection, which waits for the scores
   auto& s = arch::dynamic_smem<Sm90Storage<T>>();
   if (arch::thread_index() == 0) {
     s.ring.init(2, 4 * Config::kGroups);              // arrivals: rows and weights
@@ -265,6 +241,19 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
   const std::uint32_t rows = box_rows(problem.cache.block);
   p.k = tile::map_of(keys_of(problem), {{2, kColumns}, {1, rows}, {0, 1}}, arch::Swizzle::bytes128);
   p.box_rows = static_cast<int>(rows);
+  using few_queries::Storage;
+  if constexpr (std::is_same_v<T, few_queries::Config::T>) {
+    const std::int64_t tiles =
+        tile::ceil_div(problem.q_len, std::int64_t{score.queries.queries_per_tile}) * score.queries.tiles_per_query;
+    const bool has_kernel = problem.relu && (problem.h_index == 64 || problem.h_index == 32);
+    if (has_kernel && tiles <= few_queries::Config::kMostTiles) {
+      const auto few = problem.h_index == 64 ? paged_lightning_indexer_score_few_sm90<64>
+                                             : paged_lightning_indexer_score_few_sm90<32>;
+      const std::int64_t ctas = ctas_of(problem, plan.problem, count, few_queries::Config::kKeys, problem.device.sms);
+      return runtime::launch(kName, few, runtime::shape_of_ctas(ctas, few_queries::Config::kThreads, sizeof(Storage)),
+                             stream, p);
+    }
+  }
   // Without relu, which is rare, only the variant for any h_index is compiled.
   const auto kernel = !problem.relu                            ? paged_lightning_indexer_score_sm90<0, false, T>
                       : problem.h_index == 64                  ? paged_lightning_indexer_score_sm90<64, true, T>

@@ -389,6 +389,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
     lightning_indexer_score_sm90(const __grid_constant__ ScoreParams<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = ScoreConfig<T>;
+  tile::launch_dependents();  // the selection, which waits for the scores
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   if (arch::thread_index() == 0) {
     s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
