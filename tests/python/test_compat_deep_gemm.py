@@ -159,6 +159,7 @@ def test_keys_that_are_not_seen_and_a_scale_of_zero() -> None:
         ({"cu_seq_len_k_start": torch.zeros(4)}, "cu_seq_len_k_start must be int32; got torch.float32"),
         ({"cu_seq_len_k_end": torch.zeros(5, dtype=torch.int32)}, r"cu_seq_len_k_end must be \[seq_len=4\]; got \[5\]"),
         ({"max_seqlen_k": 4}, "clean_logits must be False with max_seqlen_k; got True"),
+        ({"clean_logits": 9}, "clean_logits must be True or False; got 9"),
         ({"max_seqlen_k": -1}, "max_seqlen_k must be 0, or the most keys that a query sees; got -1"),
     ],
 )

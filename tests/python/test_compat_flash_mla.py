@@ -81,6 +81,14 @@ def test_lse_of_the_indexer_s_entries(indexer_topk: int, length: bool) -> None:
     assert actual[3][1].eq(math.inf).all() == (indexer_topk <= 4)
 
 
+def test_the_result_is_written_to_out() -> None:
+    q, kv, indices = torch.randn(3, 2, 32), torch.randn(5, 1, 32), torch.zeros(3, 1, 4, dtype=torch.int32)
+    out = torch.full((3, 2, 32), math.nan)
+    result = flash_mla_sparse_fwd(q, kv, indices, 0.2, 32, out=out)
+    assert result[0].data_ptr() == out.data_ptr()
+    assert torch.equal(out, flash_mla_sparse_fwd(q, kv, indices, 0.2, 32)[0])
+
+
 def test_megatron_s_call() -> None:
     q, kv, indices = torch.zeros(2, 4, 64), torch.zeros(9, 1, 64), torch.zeros(2, 1, 5, dtype=torch.int32)
     assert len(flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=0)) == 3

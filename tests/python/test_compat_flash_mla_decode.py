@@ -151,6 +151,7 @@ def test_the_metadata_object_carries_nothing() -> None:
     q, indices = torch.randn(4, 2, 8, 512).bfloat16(), wild(4, 2, 90, 192)
     metadata, none = get_mla_metadata()
     assert isinstance(metadata, FlashMLASchedMeta) and none is None and not vars(metadata)
+    assert metadata.tile_scheduler_metadata is None and metadata.num_splits is None
     arguments = (None, None, 512, metadata, None, 0.04, False, True)
     out, lse = flash_mla_with_kvcache(q, cache.data, *arguments, indices)
     wider = torch.cat([indices, torch.full((4, 2, 38), -1, dtype=torch.int32)], -1)
@@ -158,6 +159,17 @@ def test_the_metadata_object_carries_nothing() -> None:
     assert torch.equal(alone[0], out[2:3]) and torch.equal(alone[1], lse[2:3])
     shorter = flash_mla_with_kvcache(q, cache.data, *arguments, indices, topk_length=torch.tensor([0, 1, 90, 7]).int())
     assert torch.equal(shorter[0][2], out[2]) and shorter[0][0].eq(0).all()
+
+
+def test_the_result_is_written_to_out() -> None:
+    cache = v4(3, 64)
+    q, indices = torch.randn(2, 1, 8, 512).bfloat16(), wild(2, 1, 90, 192)
+    arguments = (None, None, 512, None, None, 0.04, False, True)
+    expected, _ = flash_mla_with_kvcache(q, cache.data, *arguments, indices)
+    out = torch.full((2, 1, 16, 512), math.nan).bfloat16()
+    result, _ = flash_mla_with_kvcache(q, cache.data, *arguments, indices, out=out[:, :, 3:11])
+    assert result.data_ptr() == out[:, :, 3:].data_ptr() and torch.equal(out[:, :, 3:11], expected)
+    assert out[:, :, :3].isnan().all() and out[:, :, 11:].isnan().all()
 
 
 def test_rows_of_bf16_and_rows_without_rope() -> None:

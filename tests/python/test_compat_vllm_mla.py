@@ -157,6 +157,7 @@ def test_pages_that_do_not_exist_leave_rows_as_they_are() -> None:
             {"kv_cache_dtype": "fp8_e5m2"},
             "kv_cache_dtype must be auto, bfloat16, fp8, fp8_e4m3 or fp8_ds_mla; got fp8_e5",
         ),
+        ({"skip_scale": True}, "skip_scale must be False; got True"),
         ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype must be auto, bfloat16, .*; got nvfp4_ds_mla"),
         ({"kv_cache_dtype": "auto"}, "kv_cache must be torch.bfloat16 as kv_c is for auto; got torch.uint8"),
         ({"kv_cache_dtype": "fp8"}, r"kv_cache must be \[blocks, block, 576\] of bytes for fp8; got torch.uint8"),
@@ -193,6 +194,7 @@ def test_a_bad_scale_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"kv_cache_dtype": "mxfp8"}, "kv_cache_dtype must be ue8m0, or another format with one scale; got mxfp8"),
         ({"quant_block_size": 64}, r"quant_block_size must be d = 128 \(one scale a key\); got 64"),
         ({"kv_cache": torch.zeros(2, 4, 128).byte()}, r"kv_cache must be \[blocks, block, 132\] of bytes"),
         ({"slot_mapping": torch.arange(2)}, r"slot_mapping must be at least \[3\]; got torch.int64 \[2\]"),

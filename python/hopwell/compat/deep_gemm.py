@@ -73,6 +73,7 @@ def _logits(
         logits_dtype in (torch.float32, torch.bfloat16), function, "logits_dtype", "float32 or bfloat16", logits_dtype
     )
     require(max_seqlen_k >= 0, function, "max_seqlen_k", "0, or the most keys that a query sees", max_seqlen_k)
+    require(isinstance(clean_logits, bool), function, "clean_logits", "True or False", clean_logits)
     require(not (clean_logits and max_seqlen_k), function, "clean_logits", "False with max_seqlen_k", clean_logits)
     logits = q.new_empty((seq_len, max_seqlen_k or len(k)), dtype=logits_dtype)
     write_index_scores(logits, q, k, weights, start, end, k_scale=k_scale, from_start=max_seqlen_k > 0)

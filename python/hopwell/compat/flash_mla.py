@@ -33,10 +33,8 @@ from typing import Any
 
 import torch
 
-from hopwell.torch import ops
-
 from .._checks import integer, require
-from .._operators import sparse_mla_forward
+from .._operators import sparse_mla_decode, sparse_mla_forward
 from ._names import named
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -52,6 +50,7 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     indexer_topk: int = 0,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sparse attention in the multi-query form of MLA, for prefill.
 
@@ -65,6 +64,7 @@ def flash_mla_sparse_fwd(
         topk_length: int32 [s_q]; only the first topk_length[s] entries count.
         indexer_topk: above 0, a fourth result is the lse over the first indexer_topk entries of each row alone, those
             that the indexer selected, where the entries of a window follow.
+        out: if given, the first result is written there; as vLLM passes it.
 
     Returns:
         (out bf16 [s_q, h_q, d_v], max_logits fp32 [s_q, h_q], lse fp32 [s_q, h_q]); with indexer_topk also lse_indexer
@@ -76,7 +76,7 @@ def flash_mla_sparse_fwd(
     first = integer("flash_mla_sparse_fwd", "indexer_topk", indexer_topk)
     require(first >= 0, "flash_mla_sparse_fwd", "indexer_topk", "at least 0", first)
     options: dict[str, Any] = {"attn_sink": attn_sink, "topk_length": topk_length}
-    results = sparse_mla_forward(q, kv, indices, sm_scale, d_v, **options)
+    results = sparse_mla_forward(q, kv, indices, sm_scale, d_v, out=out, **options)
     if first == 0:
         return results
     _, _, lse_indexer = sparse_mla_forward(q, kv, indices[..., :first], sm_scale, d_v, **options)
@@ -84,7 +84,10 @@ def flash_mla_sparse_fwd(
 
 
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns. It is empty."""
+    """What `get_mla_metadata` returns: nothing is planned ahead."""
+
+    tile_scheduler_metadata: None = None
+    num_splits: None = None
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
@@ -110,6 +113,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of new tokens over paged caches of latents.
 
@@ -128,6 +132,7 @@ def flash_mla_with_kvcache(
         attn_sink: fp32 [h_q]; multiplies out by exp(lse) / (exp(lse) + exp(attn_sink)), nothing else.
         extra_k_cache, extra_indices_in_kvcache: a second cache of the same rows, and int32 [b, s_q, extra_topk].
         topk_length, extra_topk_length: int32 [b]; only the first entries of a row count.
+        out: if given, the first result is written there; as vLLM passes it.
 
     Returns:
         (out like q [b, s_q, h_q, head_dim_v], lse fp32 [b, h_q, s_q], a natural logarithm).
@@ -152,12 +157,13 @@ def flash_mla_with_kvcache(
         "extra_indices": "extra_indices_in_kvcache",
     }
     with named(name, **caller):
-        out, lse = ops.sparse_mla_decode(
+        result, lse = sparse_mla_decode(
             *(q, k_cache, indices, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, head_dim_v),
+            out=out,
             topk_length=topk_length,
             extra_cache=extra_k_cache,
             extra_indices=extra_indices_in_kvcache,
             extra_topk_length=extra_topk_length,
             attn_sink=attn_sink,
         )
-    return out, lse.transpose(1, 2)
+    return result, lse.transpose(1, 2)

@@ -221,6 +221,7 @@ def concat_and_cache_mla(
     slot_mapping: torch.Tensor,
     kv_cache_dtype: str,
     scale: Scale,
+    skip_scale: bool = False,
 ) -> None:
     """Writes the latents of new tokens into a cache of MLA.
 
@@ -232,8 +233,10 @@ def concat_and_cache_mla(
         kv_cache_dtype: "auto" or the dtype's name, for rows of kv_c's dtype and d_v + d_rope columns; "fp8" or
             "fp8_e4m3", one byte a column; "fp8_ds_mla", 656 bytes for d_v 512.
         scale: fp32 of one element; of "fp8" alone: a column is stored as code · scale.
+        skip_scale: False.
     """
     name = "concat_and_cache_mla"
+    require(not skip_scale, name, "skip_scale", "False", skip_scale)
     latents, rope = _first_rows(name, "kv_c", kv_c, slot_mapping), _first_rows(name, "k_pe", k_pe, slot_mapping)
     own = DTYPE_NAMES.get(kv_c.dtype, "auto")
     kinds = f"auto, {own}, fp8, fp8_e4m3 or fp8_ds_mla"
@@ -273,9 +276,13 @@ def indexer_k_quant_and_cache(
             scales.
         slot_mapping: int64 or int32, at least [tokens]; −1: nowhere.
         quant_block_size: d.
-        kv_cache_dtype: the format of scales, in spite of its name: "ue8m0" for powers of two, else amax / 448.
+        kv_cache_dtype: the format of scales, in spite of its name: "ue8m0" for powers of two, else amax / 448. "mxfp8",
+            with four scales a row, is a ValueError.
     """
     name = "indexer_k_quant_and_cache"
+    require(
+        kv_cache_dtype != "mxfp8", name, "kv_cache_dtype", "ue8m0, or another format with one scale", kv_cache_dtype
+    )
     require_shape(name, "k", k, tokens=None, d=None)
     tokens, d = k.shape
     block = integer(name, "quant_block_size", quant_block_size)

@@ -20,6 +20,7 @@
 #include "arch/sm80/threads.hpp"
 #include "ops/mla_cache_append/op.hpp"
 #include "ops/mla_cache_append/row.hpp"
+#include "tile/divisor.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/warp.hpp"
 
@@ -38,6 +39,7 @@ struct Params {
   const bf16 *kv, *k_rope;  // [n, kv_columns], [n, d - kv_columns] or null
   int64_t kv_stride, k_rope_stride;
   mla_cache::Blocks cache;
+  tile::Divisor block;       // rows of a block
   mla_cache::Format format;  // rows that are not quantised have no codes, only `plain` columns
   Integers slots, positions;
   const void* cos_sin;  // [max_positions, rope_columns], or null
@@ -90,8 +92,13 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   const int slot = thread < rows ? slot_of(p, first + thread) : -1;
   s.slots[thread] = slot;
   if (slot >= 0) {
-    s.data_at[thread] = p.cache.row(slot, p.format.data_pitch) - p.cache.data;
-    s.scales_at[thread] = p.cache.scales(slot, p.format) - p.cache.data;
+    const mla_cache::Format& f = p.format;
+    const int block = slot / p.block, row = slot - block * p.block;
+    const int64_t of_block = block * p.cache.stride, data = of_block + int64_t{row} * f.data_pitch;
+    s.data_at[thread] = data;
+    s.scales_at[thread] = f.scale_pitch == 0
+                              ? data + f.scales
+                              : of_block + int64_t{p.block} * f.data_pitch + int64_t{row} * f.scale_pitch;
   }
   arch::syncthreads();
   arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
@@ -114,7 +121,7 @@ HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t 
 
 // Looks through the slots of all rows after the first of the CTA.
 HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = 16;
   const int64_t slots = p.cache.slots();
   for (int64_t at = first + 1; at < p.n; at += Config::kThreads * kUnroll) {
     const int64_t mine = at + arch::thread_index();

@@ -26,7 +26,7 @@ inline runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
     return Unsupported{"needs base and block stride of the cache in multiples of " + std::to_string(alignment) +
                        " bytes"};
   if (!p.format && p.d % 4 != 0) return Unsupported{"needs d that is a multiple of 4"};
-  if (!runtime::fit_in_ints({p.n})) return Unsupported{"needs n below 2^31 - 1024"};
+  if (!runtime::fit_in_ints({p.n, p.cache.block})) return Unsupported{"needs n and block below 2^31 - 1024"};
   return runtime::NoPlan{};
 }
 
@@ -36,7 +36,7 @@ inline Params params_of(const Problem& problem) {
   p.kv_stride = problem.kv.stride[0], p.k_rope_stride = problem.k_rope ? problem.k_rope.stride[0] : 0;
   p.cache = problem.cache, p.format = problem.format.value_or(plain_format(problem.d));
   p.tile_bits = p.format.tile == 128 ? 7 : p.format.tile == 64 ? 6 : 5;
-  p.slots = problem.slots;
+  p.slots = problem.slots, p.block = static_cast<int>(p.cache.block);
   p.kv_scale = problem.kv_scale, p.kv_scale_value = problem.kv_scale_value;
   p.n = problem.n, p.d = static_cast<int>(problem.d), p.kv_columns = static_cast<int>(problem.kv.shape[1]);
   p.pow2 = problem.pow2, p.least_exponent = problem.least_exponent;
@@ -55,7 +55,7 @@ template <class Encode>
 void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
   Params params = params_of(problem);
-  params.rows_of_cta = tile::ceil_div(problem.n, 3 * problem.device.sms);
+  params.rows_of_cta = tile::ceil_div(problem.n, 4 * problem.device.sms);
   // With 16 columns a lane needs fewer instructions a column. A row of 128 columns would leave most of a warp idle.
   const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
   runtime::launch(

@@ -83,6 +83,8 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   const std::int64_t queries = p.b * p.q_len;
   if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
     return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
+  if (!runtime::fit_in_ints({p.keys.cache.block, p.extra ? p.extra->cache.block : 1}))
+    return Unsupported{"needs blocks of fewer than 2^31 - 1024 rows"};
   if (plan.kernel.clocks) {
     const std::int64_t topk = std::max(p.keys.selection.topk, p.extra ? p.extra->selection.topk : 0);
     const bool can_merge = plan.kernel.clusters_that_fit != nullptr && plan.splits > 1 && plan.splits <= kMostOfCluster;
