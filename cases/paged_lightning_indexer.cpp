@@ -526,6 +526,10 @@ Problems problems() {
                           .max_blocks = 90,
                           .pages = Pages::kBad};
   all.emplace_back("fp8_few_queries", few_queries);
+  // A CTA has several sequences of one item each.
+  Paged short_sequences = few_queries;
+  short_sequences.b = 14, short_sequences.q_len = 1, short_sequences.max_blocks = 9;
+  all.emplace_back("fp8_few_queries_short", short_sequences);
   Paged more_queries = few_queries;
   more_queries.q_len = 7, more_queries.h_index = 32, more_queries.block = 64, more_queries.max_blocks = 11;
   more_queries.data = Data::kIntegers;
@@ -589,7 +593,7 @@ Suite paged_lightning_indexer() {
        "1"},
       {"paged_lightning_indexer_few_queries_sm90",
        "emu:sm90",
-       {"fp8_few_queries", "fp8_few_queries_h_32"},
+       {"fp8_few_queries", "fp8_few_queries_short", "fp8_few_queries_h_32"},
        2,
        8,
        "ops/paged_lightning_indexer/",

@@ -54,7 +54,7 @@ template <auto kKernel>
 int clusters_that_fit(const Device& device, const arch::LaunchShape& shape) {
 #if HOPWELL_ON_DEVICE
   constexpr std::size_t kSizes = 17;                                                   // up to 16 CTAs
-  static std::deque<std::array<std::atomic<int>, kSizes>> fit(cuda_devices().size());  // 0: not queried yet
+  static std::deque<std::array<std::atomic<int>, kSizes>> fit(cuda_devices().size());  // plus 1; 0: not queried yet
   std::atomic<int>& clusters = fit.at(static_cast<std::size_t>(device.location.device_id)).at(shape.cluster);
   if (clusters == 0) {
     int answer = 0;
@@ -62,9 +62,9 @@ int clusters_that_fit(const Device& device, const arch::LaunchShape& shape) {
     if (error != cudaSuccess)
       throw Error(HOPWELL_DEVICE_ERROR,
                   std::string("asking how many clusters fit: ").append(cudaGetErrorString(error)));
-    clusters = answer;
+    clusters = answer + 1;
   }
-  return clusters;
+  return clusters - 1;
 #else
   return 2 * device.cluster_sms / static_cast<int>(shape.cluster * shape.cluster);
 #endif

@@ -337,3 +337,22 @@ def test_paged_attention_of_the_largest_scales(rng: Rng, backend: str, scale: fl
     assert_same_places(
         hopwell.paged_attention(**arguments, backend=backend), reference.paged_attention(**arguments), 1e-4
     )
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("mla_cache_append"))
+@pytest.mark.parametrize(("value", "scale"), [(3e38, 0.3), (2.0**100, 2.0**-40), (-3e38, 2.0**-60), (3e38, 2.0**60)])
+def test_a_quotient_beyond_fp32_is_saturated(backend: str, value: float, scale: float) -> None:
+    kv = np.full((2, 576), value, ml_dtypes.bfloat16)
+    cache = np.zeros((1, 2, 576), np.uint8)
+    expected = np.float32(np.clip(float(kv[0, 0]) / scale, -448, 448)).astype(ml_dtypes.float8_e4m3fn)
+    on_device = {"kv": kv, "cache": cache, "slots": np.arange(2)}
+    if not backend.startswith(("cpu", "emu:")):
+        torch = pytest.importorskip("torch")
+        on_device = {
+            "kv": torch.full((2, 576), value, dtype=torch.bfloat16, device="cuda"),
+            "cache": torch.zeros((1, 2, 576), dtype=torch.uint8, device="cuda"),
+            "slots": torch.arange(2, device="cuda"),
+        }
+    hopwell.mla_cache_append(**on_device, kv_scale=scale, backend=backend)
+    codes = calls.as_numpy(on_device["cache"])
+    assert (codes == expected.view(np.uint8)).all()

@@ -1,8 +1,9 @@
 // lightning_indexer for few queries with long rows: a cluster of CTAs selects the topk best keys of a query, ties to
 // the smaller key, in ascending order of key.
 //
-// Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane holds 32 scores in registers, as sortable
-//           keys (here `order`); a warp holds a range of 1,024 keys.
+// Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane has 32 scores in shared memory, as sortable
+//           keys (here `order`); a warp has a range of 1,024 keys. Loops over a lane's scores are short code: a launch
+//           runs it once, and most of its time are misses of the instruction cache
 // Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp counts
 //           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
 //           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number
@@ -11,7 +12,7 @@
 //           each of three values between the bounds │ barrier │ the distance of the bounds becomes a quarter │ …
 //           until exactly topk scores reach the lower bound, or the bounds are adjacent
 // Order     counts are integers: same inputs, same bits
-// Budget    registers: 32 for scores, 128 in all (64 with 32 warps); shared 3 × 256 × 8 B, and 25 KiB for the estimate
+// Budget    shared: 3 × 256 × 8 B, 25 KiB for the estimate, and 4 KiB of scores for each warp
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -22,6 +23,7 @@ namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct ClusterSelectConfig {
   static constexpr int kScores = kKeysPerSelectWarp / 32;                  // of a lane
+  static constexpr int kUnroll = 4;                                        // scores at a time
   static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // key of −inf; above the key of inf
 };
 
@@ -35,17 +37,36 @@ struct ClusterSelectStorage {
   struct Packed {
     uint32_t first_two, third;  // two counts of 16 bits, and one
   } counts[3][kMaxSelectWarps * kSelectCluster];
-  SampledSelectStorage guess;  // without its bits
+  SampledSelectStorage guess;  // without its bits, in whose place each warp's scores begin
 
-  static constexpr uint32_t bytes() {
+  static constexpr HOPWELL_HOST_DEVICE uint32_t scores_at() {
     return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);
   }
+  static constexpr uint32_t bytes(int warps) { return scores_at() + uint32_t(warps) * kKeysPerSelectWarp * 4; }
+  HOPWELL_DEVICE uint32_t* scores_of_warp(int warp) {
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(this) + scores_at()) +
+           warp * kKeysPerSelectWarp;
+  }
 };
+static_assert(ClusterSelectStorage::scores_at() % 4 == 0);
 
 struct WarpScores {
-  uint32_t order[ClusterSelectConfig::kScores];  // sortable keys of keys first + 32 i + lane; 0: no such key
-  int first;                                     // key
-  int warp, warps;                               // index and number of warps in the cluster
+  uint32_t* of_lane;  // in shared memory
+  int first;          // key
+  int warp, warps;    // index and number of warps in the cluster
+
+  /// The sortable key of key first + 32 i + lane; 0: no such key.
+  HOPWELL_DEVICE uint32_t& order(int i) const { return of_lane[32 * i]; }
+  /// Calls run(i) for each of the lane's scores.
+  template <class Run>
+  HOPWELL_DEVICE void for_each(const Run& run) const {
+    HOPWELL_NO_UNROLL
+    for (int first_of_some = 0; first_of_some < ClusterSelectConfig::kScores;
+         first_of_some += ClusterSelectConfig::kUnroll) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < ClusterSelectConfig::kUnroll; ++i) run(first_of_some + i);
+    }
+  }
 };
 
 // Writes this warp's counts to all CTAs of the cluster.
@@ -86,11 +107,10 @@ HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterSelectStorage&
     HOPWELL_UNROLL
     for (uint32_t i = 0; i < 3; ++i) bound[i] = low + (i + 1) * step < high ? low + (i + 1) * step : high;
     BoundCounts own{};
-    HOPWELL_UNROLL
-    for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
+    scores.for_each([&](int i) {
       HOPWELL_UNROLL
-      for (int j = 0; j < 3; ++j) own.reach[j] += scores.order[i] >= bound[j];
-    }
+      for (int j = 0; j < 3; ++j) own.reach[j] += scores.order(i) >= bound[j];
+    });
     const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
     own = {packed & 0xffff, packed >> 16, tile::sum_of_warp(own.reach[2])};
     broadcast_counts(s, turn, scores, own);
@@ -115,8 +135,10 @@ struct ClusterBetween {
 };
 HOPWELL_DEVICE ClusterBetween count_between(ClusterSelectStorage& s, const WarpScores& scores, const Bounds& bounds) {
   int reach_low = 0, reach_high = 0;
-  HOPWELL_UNROLL
-  for (const uint32_t order : scores.order) reach_low += order >= bounds.low, reach_high += order >= bounds.high;
+  scores.for_each([&](int i) {
+    const uint32_t order = scores.order(i);
+    reach_low += order >= bounds.low, reach_high += order >= bounds.high;
+  });
   const int packed = tile::sum_of_warp(reach_low | reach_high << 16);
   broadcast_counts(s, 1, scores, {packed & 0xffff, packed >> 16, 0});
   arch::cluster_sync();
@@ -127,12 +149,11 @@ HOPWELL_DEVICE ClusterBetween count_between(ClusterSelectStorage& s, const WarpS
 // Writes the warp's scores between the bounds to the lists of all CTAs of the cluster, in ascending order of key.
 HOPWELL_DEVICE void broadcast_between(SampledSelectStorage& s, const WarpScores& scores, const Bounds& bounds, int at) {
   const int lane = arch::lane_index(), first = at;
-  HOPWELL_UNROLL
-  for (const uint32_t order : scores.order) {
-    const uint32_t between = arch::ballot(order >= bounds.low && order < bounds.high);
+  scores.for_each([&](int i) {
+    const uint32_t order = scores.order(i), between = arch::ballot(order >= bounds.low && order < bounds.high);
     if (between >> lane & 1) s.orders[at + std::popcount(between & ((1U << lane) - 1))] = order;
     at += std::popcount(between);
-  }
+  });
   arch::syncwarp();
   for (int i = first + lane; i < at; i += 32) {
     const uint32_t order = s.orders[i], own = arch::shared_address(&s.orders[i]);
@@ -167,12 +188,11 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
                                const SplitTies& threshold) {
   const int lane = arch::lane_index();
   uint32_t above = 0, equal = 0;
-  HOPWELL_UNROLL
-  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
-    const uint32_t are_above = arch::ballot(scores.order[i] > threshold.order),
-                   are_equal = arch::ballot(scores.order[i] == threshold.order);
+  scores.for_each([&](int i) {
+    const uint32_t order = scores.order(i), are_above = arch::ballot(order > threshold.order),
+                   are_equal = arch::ballot(order == threshold.order);
     if (lane == i) above = are_above, equal = are_equal;
-  }
+  });
   const int own_above = std::popcount(above), own_equal = std::popcount(equal);
   const int up_to_lane = tile::sum_up_to_lane(own_above | own_equal << 16);
   const int packed = arch::shuffle(up_to_lane, 31);
@@ -196,7 +216,6 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
   }
 }
 
-// One CTA an SM, because ptxas otherwise saves registers for a second one, and spills.
 template <int kWarps, class Params>
 __global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
@@ -208,11 +227,18 @@ __global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_clust
   WarpScores scores;
   scores.warp = rank * kWarps + arch::warp_index(), scores.warps = size * kWarps;
   scores.first = scores.warp * kKeysPerSelectWarp;
+  scores.of_lane = s.scores_of_warp(arch::warp_index()) + arch::lane_index();
+  const int own = scores.first + arch::lane_index();
+  float loaded[ClusterSelectConfig::kScores];  // all on their way together
   HOPWELL_UNROLL
-  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
-    const int key = scores.first + 32 * i + arch::lane_index();
-    scores.order[i] = key < row.visible ? sortable_key(row.scores[key]) : 0;
-  }
+  for (int i = 0; i < ClusterSelectConfig::kScores; ++i)
+    loaded[i] = own + 32 * i < row.visible ? row.scores[own + 32 * i] : 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) scores.order(i) = arch::bit_cast<uint32_t>(loaded[i]);
+  scores.for_each([&](int i) {
+    const float score = arch::bit_cast<float>(scores.order(i));
+    scores.order(i) = own + 32 * i < row.visible ? sortable_key(score) : 0;
+  });
   arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
   const SplitTies threshold = find_threshold<kWarps>(p, s, row, scores);
   if (selects_absent(p, threshold.order)) {
@@ -231,7 +257,7 @@ bool launch_in_clusters(const char* name, const Problem& problem, const SelectPl
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
                                 .threads = 32 * kWarps,
                                 .cluster = plan.cluster,
-                                .shared_bytes = ClusterSelectStorage::bytes()};
+                                .shared_bytes = ClusterSelectStorage::bytes(kWarps)};
   if (runtime::clusters_that_fit<lightning_indexer_select_cluster<kWarps, Params>>(problem.device, shape) == 0)
     return false;
   runtime::launch(name, lightning_indexer_select_cluster<kWarps, Params>, shape, stream, params);

@@ -2,7 +2,7 @@
 //
 // Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time. With many rows a CTA has 32
 //           warps and an SM to itself, so that the slots of all rows are read by few CTAs; else it has 8
-// Roles     all warps are alike. They fetch the CTA's rows to L2 and meanwhile look through the slots of all later rows
+// Roles     all warps are alike. They prefetch the CTA's rows of kv to L2 and meanwhile look through the slots of all later rows
 //           of the call. Then a warp writes one row at a time
 // Row       a warp encodes 128 columns at a time, 4 adjacent ones a lane; rows of at least 256 codes, a multiple of 16,
 //           512 columns, 16 a lane. Neighbouring threads compute the amax of a group of codes together
@@ -254,7 +254,7 @@ HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns<kPacks>& co
   const float amax = columns.amax(finite);
   if (f.tile == 0) {
     const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
-    return {scale, finite && scale >= 0x1p-60F && scale <= 0x1p60F};
+    return {scale, finite && amax < 0x1p60F && scale >= 0x1p-60F && scale <= 0x1p60F};  // no quotient overflows
   }
   const float scale =
       scale_of(max_of_group(amax, (1 << p.tile_bits) / Columns<kPacks>::kCount), p.pow2, p.least_exponent);

@@ -25,8 +25,7 @@ inline runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
       (p.cache.blocks > 1 && p.cache.stride % alignment != 0))
     return Unsupported{"needs base and block stride of the cache in multiples of " + std::to_string(alignment) +
                        " bytes"};
-  if (!p.format && p.d % 4 != 0) return Unsupported{"needs d that is a multiple of 4"};
-  if (!runtime::fit_in_ints({p.n, p.cache.block})) return Unsupported{"needs n and block below 2^31 - 1024"};
+  if (!runtime::fit_in_ints({p.n})) return Unsupported{"needs n below 2^31 - 1024"};
   return runtime::NoPlan{};
 }
 
@@ -58,7 +57,7 @@ void launch(const Problem& problem, Stream stream) {
   const std::int64_t sms = problem.device.sms;
   const bool is_many = problem.n >= 8 * sms;
   params.rows_of_cta = tile::ceil_div(problem.n, is_many ? sms : 4 * sms);
-  // With 16 columns a lane needs fewer instructions a column. A row of 128 columns would leave most of a warp idle.
+  // 16 columns a lane need fewer instructions a column, but leave lanes idle if a row has 128 columns.
   const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
   const auto kernel = is_many ? (is_long ? mla_cache_append_rows<Encode, 32, 4> : mla_cache_append_rows<Encode, 32, 1>)
                               : (is_long ? mla_cache_append_rows<Encode, 8, 4> : mla_cache_append_rows<Encode, 8, 1>);

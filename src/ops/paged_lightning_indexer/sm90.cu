@@ -3,12 +3,13 @@
 //     paged_lightning_indexer_score_few_sm90   scores of sequences with few queries, to the workspace; fp8 only:
 //                                              sm90/few_queries.hpp
 //     paged_lightning_indexer_score_sm90       … of other sequences
-//     lightning_indexer_select_cluster      the best positions of each query, for few queries with long rows
-//     lightning_indexer_select_sampled      … for other rows of at least 4,096 keys
-//     lightning_indexer_select              … for shorter rows
+//     lightning_indexer_select_cluster         the best positions of each query, for few queries with long rows
+//     lightning_indexer_select_sampled         … for other rows of at least 4,096 keys
+//     lightning_indexer_select                 … for shorter rows
 //
-// The roles of warps: see lightning_indexer/sm90/score.hpp. In addition, the warp that copies q describes the items to
-// all other warps, and each of the three warps that load weights copies a third of an item's keys.
+// The roles of warps in paged_lightning_indexer_score_sm90: see lightning_indexer/sm90/score.hpp. In addition, the warp
+// that copies q describes the items to all other warps, and each of the three warps that load weights copies a third of
+// an item's keys.
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/paged_lightning_indexer/select.hpp"
 #include "ops/paged_lightning_indexer/sm90/few_queries.hpp"
@@ -56,8 +57,8 @@ HOPWELL_DEVICE void load_queries(const Sm90Item<T>& p, uint32_t to, int column, 
   arch::tma_load<4>(to, p.launch->q, {column, head, int(p.first_query) + query, int(p.sequence)}, full);
 }
 
-// Copies a box of keys and their scales to rows of a slot from `row` on. Returns the bit of KeyScales::absent for 8
-// rows.
+// Copies a box of keys and their scales to rows of a slot from `row` on. Returns the box's bits of
+// KeyScales::absent, one for each 8 rows.
 template <class T>
 HOPWELL_DEVICE uint32_t copy_box(const Sm90Item<T>& p, const indexer::ScoreSlot<T>& slot, KeyScales& scales, int row,
                                  const Box& box) {

@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::sparse_mla_decode {
 
-// About how many clocks a CTA of a kernel takes: for its start and end, and for 64 keys.
+// The approximate time of a CTA in clocks of an SM: its start and end, and 64 keys.
 struct Clocks {
   std::int64_t of_cta, of_tile;
 };

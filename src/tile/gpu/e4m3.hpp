@@ -29,12 +29,13 @@ struct ShiftedCodes {
 
 #if HOPWELL_HAS_SM90
 /// bf16(code · scale) by a shift and one product: s eeee mmm at bits 15 and 10 to 4 of a bf16 is the code times 2^-120.
-/// 10 instructions for 4 codes. The caller decodes in another way if a scale is not `exact` or if a code is NaN.
+/// The caller decodes in another way if a scale is not `exact` or if a code is NaN.
 struct ScaledCodes {
   static constexpr uint32_t kNan = 0x07f007f0;  // magnitudes of two NaN codes
   uint32_t largest;                             // magnitudes of the codes so far
 
-  /// bf16(scale · 2^120) twice, and whether products with it are right: bf16 numbers from 2^-124 up to 2^8, and 0.
+  /// bf16(scale · 2^120) twice, and whether products with it are right: |scale| is 0, or a bf16 number from 2^-124 to
+  /// below 2^8.
   struct Factor {
     uint32_t pair;
     bool exact;

@@ -9,9 +9,12 @@
 // Timeline  keys       item 0 │ item 1 │ … as stages become free; pages of 32 boxes are looked up at a time, ahead
 //           score 0    wait ▓ item 0 ░ store │ wait ▓ item 3 ░ …          ▓: products; ░: relu, weights, sums
 //           score 1       wait ▓ item 1 ░ store │ …
-// Budget    shared: keys 9 × 16 KB + scales 9 × 512 B, sequences 2 × (32 KB of q + 1.3 KB of weights): 218 KB
+// Budget    shared: keys 9 × 16 KB + scales 9 × 512 B, sequences 2 × (32 KB of q + 1.3 KB of
+//           weights and ~300 B): 216 KB
 // Bound     memory: an item is 16.9 KB, 850 clocks of DRAM on an H200; products of a tile of q take 256 clocks
 #pragma once
+
+#include <bit>
 
 #include "ops/paged_lightning_indexer/sm90/params.hpp"
 
@@ -25,7 +28,6 @@ struct Config {
   static constexpr int kThreads = 128 * (kGroups + 1), kScoreRegisters = 152, kOtherRegisters = 56;
   static constexpr uint32_t kTileBytes = tile::kPanelBytes;  // of 64 rows of q or of keys
 };
-static_assert(sizeof(Config::T) == 1);
 
 // The keys of an item.
 struct Item {
@@ -182,6 +184,8 @@ HOPWELL_DEVICE void score_items(Storage& s, int group) {
       indexer::add_heads<kHeads, true>(of.task, d, of.weights[at.tile], at, stored, sums);
     }
   }
+  // The producer may wait for this stage although this warpgroup has no item of a later sequence.
+  if (held >= 0) tile::RingSlot<Config::kSequences>(s.sequence_ring, held).release();
 }
 
 #endif

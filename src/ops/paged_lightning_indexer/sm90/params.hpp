@@ -28,7 +28,7 @@ HOPWELL_DEVICE Box box_of(const PagedKeys& p, int first, int end) {
   return {page.exists ? page.number : -1, page.row};
 }
 
-// Copies the scales of a box, if its page exists. Returns their bytes, which the caller has to announce.
+// Copies the scales of a box whose page exists. The caller announces their box_rows · 4 bytes on `full`.
 template <class T>
 HOPWELL_DEVICE void copy_scales(const Sm90Params<T>& p, float* to, const Box& box, arch::mbarrier& full) {
   arch::bulk_load(

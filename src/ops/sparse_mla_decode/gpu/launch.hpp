@@ -1,14 +1,14 @@
 // sparse_mla_decode on GPUs by splits: supported problems, plan and launches.
 //
 // A CTA of the split kernel has a tile of a query's heads, and one split of the query or several. The CTAs of a split's
-// head tiles run at about the same time, and share its rows in L2. A CTA without a valid entry stores its statistics alone,
-// so that a query without entries costs little, and one long row is spread over the GPU.
+// head tiles run at about the same time, and share its rows in L2. A CTA without a valid entry stores its statistics
+// alone, so that a query without entries costs little, and one long row is spread over the GPU. For a tile of heads:
 //
-//     the query's first CTA   merges its splits. If it has all splits of the query, the result is final. Otherwise it
-//                             stores it as the result of split 0, and statistics without keys for the others
-//     the others              store a partial result of each split. The merge kernel follows
-//     a cluster               few queries on Hopper, one split a CTA: the CTAs of a query are a cluster, which merges
-//                             their results
+//     one CTA has all splits   it merges them and writes the output
+//     several CTAs             the first merges its splits, and stores the result as split 0, and statistics without
+//                              keys for its others; each other CTA stores a partial result of each of its splits. The
+//                              merge kernel follows
+//     a cluster                one split a CTA, on Hopper and for few queries: the CTAs merge their results
 //
 // Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited
 // number of queries at a time, so that the workspace does not grow with b.
@@ -83,8 +83,6 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   const std::int64_t queries = p.b * p.q_len;
   if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
     return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};
-  if (!runtime::fit_in_ints({p.keys.cache.block, p.extra ? p.extra->cache.block : 1}))
-    return Unsupported{"needs blocks of fewer than 2^31 - 1024 rows"};
   if (plan.kernel.clocks) {
     const std::int64_t topk = std::max(p.keys.selection.topk, p.extra ? p.extra->selection.topk : 0);
     const bool can_merge = plan.kernel.clusters_that_fit != nullptr && plan.splits > 1 && plan.splits <= kMostOfCluster;

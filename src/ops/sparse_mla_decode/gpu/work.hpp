@@ -1,4 +1,4 @@
-// sparse_mla_decode on GPUs by splits: the work of a CTA, the entries of its split, and the addresses of their rows.
+// sparse_mla_decode on GPUs by splits: the work of a CTA, the entries of its splits, and the addresses of their rows.
 #pragma once
 
 #include "ops/sparse_mla_decode/gpu/params.hpp"

@@ -3,8 +3,10 @@
 //     CTA 0   store its result │ cluster barrier │ merge columns of all results, store the output │ cluster barrier
 //     CTA 1   store its result │                 │ merge other columns …                         │
 //
-// A result replaces keys and queries in shared memory. Splits merge in the order of the merge kernel, with the same bits.
+// A CTA's result overwrites its key stages in shared memory. Splits merge in the order of the merge kernel, with the same bits.
 #pragma once
+
+#include <cstddef>
 
 #include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
 
@@ -37,7 +39,7 @@ HOPWELL_DEVICE void merge_in_cluster(const SplitParams& p, const SplitResult<Con
     arch::Words4 values[kMost];
     HOPWELL_UNROLL
     for (int n = 0; n < kMost; ++n) {
-      split[n] = {};
+      split[n] = {}, values[n] = {};
       if (n >= p.splits) continue;
       const uint32_t at = arch::map_to_rank(here, uint32_t(n)),
                      stats = at + uint32_t(offsetof(Result, stats) + of_tile * sizeof(Stats));
@@ -50,8 +52,7 @@ HOPWELL_DEVICE void merge_in_cluster(const SplitParams& p, const SplitResult<Con
     for (int n = 0; n < kMost; ++n) merged.add(split[n], values[n]);
     merged.store(p, work.query, head, column);
   }
-  arch::cluster_arrive_relaxed();
-  arch::cluster_wait();  // the other CTAs read this one's result
+  arch::cluster_sync();  // the other CTAs have read this one's result
 }
 
 #endif

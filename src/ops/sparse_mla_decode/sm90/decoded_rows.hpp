@@ -152,7 +152,7 @@ struct TileDecoder {
     HOPWELL_NO_UNROLL
     for (int i = 0; i < Codes::panels(0); ++i) store_decoded_exactly(load(0, i), codes.scales.value(i), panel(i));
   }
-  // wait(): until all warps have read their codes of part 1, and so have these.
+  // wait() returns when every dequant warp has loaded its codes of part 1, because panels of part 1 overwrite the rows.
   template <class Wait>
   HOPWELL_DEVICE void decode_part_1(const Wait& wait) {
     arch::Words4 plain[2] = {};

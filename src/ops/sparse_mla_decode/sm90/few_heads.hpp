@@ -20,8 +20,8 @@
 // Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
-//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16. Decoding takes 2,600 of a tile's
-//           3,700 clocks
+//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16. A tile of 16 heads takes
+//           4,200 clocks, and decoding 2,600 of them
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -217,7 +217,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// The merged result of a CTA's splits so far.
+// In a query's first CTA the merged result of its splits so far; in other CTAs the result of the present split.
 template <class Config>
 struct Result {
   Output<Config> out = {};
@@ -232,12 +232,6 @@ struct Result {
                is_partial = !has_all && (!merges || is_last);
     const int of_query = merges ? 0 : work.split + split;  // split that the partial result belongs to
     arch::barrier_sync(kReaderBarrier, Config::kReaders);
-    if (p.merges_in_cluster) {
-      auto& own = *reinterpret_cast<SplitResult<Config::kHeads>*>(s.panels);
-      static_assert(sizeof own <= sizeof s.panels);
-      store_for_cluster(s, own, sums, of_split);
-      return merge_in_cluster<Config>(p, own);
-    }
     if (HeadSums<Config>::has()) {
       const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
       const Stats later{s.row_max[of_tile], sums.total()};
@@ -273,21 +267,6 @@ struct Result {
   }
 
  private:
-  static HOPWELL_DEVICE void store_for_cluster(const Storage<Config>& s, SplitResult<Config::kHeads>& result,
-                                               const HeadSums<Config>& sums, const Output<Config>& of_split) {
-    if (HeadSums<Config>::has()) {
-      const int head = HeadSums<Config>::head();
-      const Stats stats{s.row_max[head], sums.total()};
-      if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
-    }
-    HOPWELL_UNROLL
-    for (int h = 0; h < Config::kThreadHeads; ++h) {
-      float* const to = &result.out[Place::head(h)][Place::column<Config::kEvenOdd>()];
-      HOPWELL_UNROLL
-      for (int i = 0; i < 16; ++i)
-        to[64 * (i / 2) + (Config::kEvenOdd ? 1 : 8) * (i % 2)] = of_split[i / 2][Place::value(h, i % 2)];
-    }
-  }
   static HOPWELL_DEVICE arch::Words2& stats_at(const SplitParams& p, int query, int split, int head) {
     return p.partial_stats[partial_row(p, query, split) + head];
   }
@@ -334,6 +313,28 @@ struct Result {
   }
 };
 
+// Ends the split of a CTA of a cluster: stores its result, and merges it with the others.
+template <class Config>
+HOPWELL_DEVICE void end_in_cluster(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums,
+                                   const Output<Config>& of_split) {
+  auto& result = *reinterpret_cast<SplitResult<Config::kHeads>*>(s.panels);
+  static_assert(sizeof result <= sizeof s.panels);
+  arch::barrier_sync(kReaderBarrier, Config::kReaders);  // row_max, and the products have read the stages
+  if (HeadSums<Config>::has()) {
+    const int head = HeadSums<Config>::head();
+    const Stats stats{s.row_max[head], sums.total()};
+    if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
+  }
+  HOPWELL_UNROLL
+  for (int h = 0; h < Config::kThreadHeads; ++h) {
+    float* const to = &result.out[Place::head(h)][Place::column<Config::kEvenOdd>()];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 16; ++i)
+      to[64 * (i / 2) + (Config::kEvenOdd ? 1 : 8) * (i % 2)] = of_split[i / 2][Place::value(h, i % 2)];
+  }
+  merge_in_cluster<Config>(p, result);
+}
+
 template <class Config>
 HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
@@ -365,6 +366,7 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
       HOPWELL_UNROLL
       for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
     }
+    if (p.merges_in_cluster) return end_in_cluster<Config>(p, s, sums, out);
     result.end_split(p, s, split, sums, info.keys > 0, out);
   }
 }

@@ -4,7 +4,7 @@
 //     panel     64 rows of 64 columns of bf16, as wgmma reads them: eight panels of K[:, :512], which are V too, then
 //               RoPE
 //     columns   decoded rows: of each 16 columns the even ones come first, then the odd ones, because two codes of a
-//               word are decoded by one instruction. Q has the same order. So have the columns of the output
+//               word are decoded by one instruction. Q has the same order, and so have the output columns of P V
 //     parts     of a tile: panels 0 to 3, then RoPE and panels 4 to 7. A stage has a barrier `full` and a barrier
 //               `empty` for each. The warpgroup that multiplies P and V of part 1 releases part 1. P exists only after
 //               S, so S does not read part 1 any more
@@ -92,8 +92,8 @@ struct KeyTiles {
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    // V4's 8 bytes of scales are no bulk copy. So each thread of the gather warpgroup also arrives after
-    // its cp.async.
+    // A bulk copy needs a multiple of 16 bytes. V4's 8 bytes of scales come by cp.async, and each thread of the gather
+    // warpgroup arrives after its own.
     constexpr bool kThreadsCopy = !Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0;
     ring.init(Tile::kDequantWarps + (Tile::kCopiesRows ? Tile::kDequantThreads : 0), Tile::kReleasingWarps);
     tile::init_barriers(Tile::kGatherWarps + (kThreadsCopy ? Tile::kGatherThreads : 0), gathered);
