@@ -37,7 +37,7 @@ struct ClusterSelectStorage {
   struct Packed {
     uint32_t first_two, third;  // two counts of 16 bits, and one
   } counts[3][kMaxSelectWarps * kSelectCluster];
-  SampledSelectStorage guess;  // without its bits, in whose place each warp's scores begin
+  SampledSelectStorage guess;  // without its bits. The warps' scores follow in their place
 
   static constexpr HOPWELL_HOST_DEVICE uint32_t scores_at() {
     return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);

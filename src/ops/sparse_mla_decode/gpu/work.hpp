@@ -37,7 +37,7 @@ struct Entries {
   uint32_t blocks;      // pages from this number on do not exist
   tile::Divisor block;  // rows of a block, which are the slots of a table's page
 
-  // Of the splits of `work` from number `from` on, as far as they are in the same cache.
+  // Of the splits of `work` from number `from` on that are in the same cache.
   HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work, int from = 0) {
     const int query = work.query, split = work.split + from;
     const bool is_extra = split >= p.splits_of_keys;
