@@ -1,9 +1,8 @@
 // mla_cache_append on GPUs.
 //
-// Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time. With many rows a CTA has 32
-//           warps and an SM to itself, so that the slots of all rows are read by few CTAs; else it has 8
-// Roles     all warps are alike. They prefetch the CTA's rows of kv to L2 and meanwhile look through the slots of all later rows
-//           of the call. Then a warp writes one row at a time
+// Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
+// Roles     all warps are alike. They prefetch the CTA's rows of kv to L2 and meanwhile look through the slots of all
+//           later rows of the call. Then a warp writes one row at a time
 // Row       a warp encodes 128 columns at a time, 4 adjacent ones a lane; rows of at least 256 codes, a multiple of 16,
 //           512 columns, 16 a lane. Neighbouring threads compute the amax of a group of codes together
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
@@ -30,6 +29,7 @@ namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET {
 using arch::bf16;
 
 struct Config {
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kRows = 256;    // of a CTA at a time
   static constexpr int kMarks = 8192;  // a power of two
   static constexpr int kColumns = 4;   // of a pack
@@ -74,24 +74,23 @@ HOPWELL_DEVICE int slot_of(const Params& p, int64_t row) {
 }
 
 // Fetches rows to L2. Only a hint: if a row does not begin at a 128-byte line, its last bytes may not be fetched.
-template <int kThreads>
 HOPWELL_DEVICE void prefetch_rows(const Params& p, int64_t first, int rows) {
   constexpr int kLine = 64;  // elements
   const int lines = (p.kv_columns + kLine - 1) / kLine;
   HOPWELL_NO_UNROLL
-  for (int i = arch::thread_index(); i < rows * lines; i += kThreads)
+  for (int i = arch::thread_index(); i < rows * lines; i += Config::kThreads)
     arch::prefetch_l2(p.kv + (first + i / lines) * p.kv_stride + i % lines * kLine);
 }
 
 // Stores the slots of the CTA's rows and marks them.
-template <int kThreads>
 HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first, int rows) {
   const int thread = arch::thread_index();
-  static_assert(kThreads >= Config::kRows && Config::kMarks % 16 == 0);
-  for (int i = 16 * thread; i < Config::kMarks; i += 16 * kThreads)
+  static_assert(Config::kThreads == Config::kRows && Config::kMarks % (16 * Config::kThreads) == 0);
+  for (int i = 16 * thread; i < Config::kMarks; i += 16 * Config::kThreads)
     arch::store_shared_v4(arch::shared_address(s.marks) + uint32_t(i), {});
+  s.replaced[thread] = 0;
   const int slot = thread < rows ? slot_of(p, first + thread) : -1;
-  if (thread < Config::kRows) s.replaced[thread] = 0, s.slots[thread] = slot;
+  s.slots[thread] = slot;
   if (slot >= 0) {
     const mla_cache::Format& f = p.format;
     const int block = slot / p.block, row = slot - block * p.block;
@@ -121,23 +120,22 @@ HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t 
 }
 
 // Looks through the slots of all rows after the first of the CTA.
-template <int kThreads>
 HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first) {
   constexpr int kUnroll = 8;
   const int64_t slots = p.cache.slots();
-  for (int64_t at = first + 1; at < p.n; at += kThreads * kUnroll) {
+  for (int64_t at = first + 1; at < p.n; at += Config::kThreads * kUnroll) {
     const int64_t mine = at + arch::thread_index();
     int64_t slot[kUnroll];
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t row = mine + kThreads * i;
+      const int64_t row = mine + Config::kThreads * i;
       slot[i] = row < p.n ? p.slots[row] : -1;
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
       const bool maybe = slot[i] >= 0 && slot[i] < slots && s.marks[uint64_t(slot[i]) % Config::kMarks] != 0;
       const uint32_t hits = arch::ballot(maybe);
-      if (hits != 0) mark_replaced(p, s, first, mine + kThreads * i, int(slot[i]), hits);
+      if (hits != 0) mark_replaced(p, s, first, mine + Config::kThreads * i, int(slot[i]), hits);
     }
   }
 }
@@ -337,20 +335,19 @@ HOPWELL_DEVICE void store_row(const Params& p, const Row& row, uint8_t* data, ui
     *reinterpret_cast<uint32_t*>(data + f.data_pitch - f.reserved + byte) = 0;
 }
 
-// kWarps: 8 or 32. kPacks: of four columns for each lane.
-template <class Encode, int kWarps, int kPacks>
-__global__ void __launch_bounds__(32 * kWarps, 32 / kWarps) mla_cache_append_rows(const __grid_constant__ Params p) {
-  constexpr int kThreads = 32 * kWarps;
+// kPacks: of four columns for each lane.
+template <class Encode, int kPacks>
+__global__ void __launch_bounds__(Config::kThreads, 4) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
   const int64_t begin = arch::block_index() * p.rows_of_cta, end = std::min(begin + p.rows_of_cta, p.n);
   for (int64_t first = begin; first < end; first += Config::kRows) {
     const int rows = int(std::min<int64_t>(end - first, Config::kRows));
-    prefetch_rows<kThreads>(p, first, rows);
-    store_slots<kThreads>(p, s, first, rows);
+    prefetch_rows(p, first, rows);
+    store_slots(p, s, first, rows);
     arch::syncthreads();
-    find_replaced<kThreads>(p, s, first);
+    find_replaced(p, s, first);
     arch::syncthreads();
-    for (int i = arch::warp_index(); i < rows; i += kWarps)
+    for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
       if (s.slots[i] >= 0 && s.replaced[i] == 0)
         store_row<Encode, kPacks>(p, Row(p, first + i), p.cache.data + s.data_at[i], p.cache.data + s.scales_at[i]);
     arch::syncthreads();  // the next rows overwrite slots and marks

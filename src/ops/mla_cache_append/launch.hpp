@@ -54,17 +54,13 @@ template <class Encode>
 void launch(const Problem& problem, Stream stream) {
   if (problem.n == 0 || problem.cache.slots() == 0) return;
   Params params = params_of(problem);
-  const std::int64_t sms = problem.device.sms;
-  const bool is_many = problem.n >= 8 * sms;
-  params.rows_of_cta = tile::ceil_div(problem.n, is_many ? sms : 4 * sms);
+  params.rows_of_cta = tile::ceil_div(problem.n, 4 * problem.device.sms);
   // 16 columns a lane need fewer instructions a column, but leave lanes idle if a row has 128 columns.
   const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
-  const auto kernel = is_many ? (is_long ? mla_cache_append_rows<Encode, 32, 4> : mla_cache_append_rows<Encode, 32, 1>)
-                              : (is_long ? mla_cache_append_rows<Encode, 8, 4> : mla_cache_append_rows<Encode, 8, 1>);
-  runtime::launch("mla_cache_append", kernel,
-                  runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), 32 * (is_many ? 32 : 8),
-                                         sizeof(SharedStorage)),
-                  stream, params);
+  runtime::launch(
+      "mla_cache_append", is_long ? mla_cache_append_rows<Encode, 4> : mla_cache_append_rows<Encode, 1>,
+      runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage)),
+      stream, params);
 }
 
 }  // namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET
