@@ -514,7 +514,8 @@ Problems problems() {
   all.emplace_back("fp32", Paged{.dtype = kFloat});
   all.emplace_back("fp32_exact", Paged{.dtype = kFloat, .b = 4, .d_index = 13, .data = Data::kIntegers});
   all.emplace_back("bf16_many_sequences", Paged{.b = 321, .q_len = 1, .h_index = 2, .d_index = 32, .topk = 20});
-  // Sequences with few queries, of one to four tiles of 64 rows; more sequences, and items of 128 keys, than rings hold.
+  // Sequences with few queries, of one to four tiles of 64 rows; more sequences, and items of 128 keys, than the rings
+  // hold.
   const Paged few_queries{.dtype = kFp8,
                           .b = 4,
                           .q_len = 2,

@@ -1,7 +1,7 @@
 // paged_lightning_indexer for Hopper: index scores of sequences that have few queries, as in decode. e4m3, with relu.
 //
-// Tile      a CTA has a run of items: 128 keys of a sequence, and all of its queries in this pass, at most four tiles of
-//           64 rows of q
+// Tile      a CTA has a run of items: 128 keys of a sequence, and all of its queries in this pass, at most four tiles
+//           of 64 rows of q
 // Roles     warpgroups 0, 1, 2   score      every third item: keys in registers as operand A of wgmma, and sums over
 //                                           the heads, as in lightning_indexer/sm90/score.hpp, with the same bits
 //           warps 12, 13, 14     keys       producer: rows and scales of the keys of every third item
@@ -67,7 +67,7 @@ HOPWELL_DEVICE void for_each_sequence(const SequenceTask& task, const Storage& s
   }
 }
 
-// ---- producers --------------------------------------------------------------------------------------------------------
+// ---- producers ------------------------------------------------------------------------------------------------------
 
 HOPWELL_DEVICE void produce_keys(const Sm90Params<Config::T>& p, Storage& s, int warp) {
   const int box_rows = p.box_rows, boxes = Config::kKeys / box_rows;  // of an item
@@ -140,7 +140,7 @@ HOPWELL_DEVICE void produce_sequences(const Sm90Params<Config::T>& p, Storage& s
   });
 }
 
-// ---- scores -----------------------------------------------------------------------------------------------------------
+// ---- scores ---------------------------------------------------------------------------------------------------------
 
 HOPWELL_DEVICE indexer::StoredKey<Config::T> stored_key(const Storage& s, int stage, int keys) {
   const int row = indexer::StoredKey<Config::T>::row(), key = s.items[stage].first_key + row;

@@ -3,7 +3,8 @@
 //     CTA 0   store its result │ cluster barrier │ merge columns of all results, store the output │ cluster barrier
 //     CTA 1   store its result │                 │ merge other columns …                         │
 //
-// A CTA's result overwrites its key stages in shared memory. Splits merge in the order of the merge kernel, with the same bits.
+// A CTA's result overwrites its key stages in shared memory. Splits merge in the order of the merge kernel, with the
+// same bits.
 #pragma once
 
 #include <cstddef>

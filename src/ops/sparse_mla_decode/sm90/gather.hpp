@@ -5,9 +5,9 @@
 //     rows of bf16    the rows' addresses
 //
 // Invalid entries are skipped: a tile has the next 64 valid ones. Each warp reads all entries, 64 at a time, and keeps
-// its own 16 rows of each tile. If 64 entries begin a tile and all are valid, lanes i and i + 16 get row i by a shuffle.
-// Otherwise valid slots go through a ring in shared memory. After a first invalid entry tiles seldom begin with 64
-// entries again, so most go through the ring.
+// its own 16 rows of each tile. If 64 entries begin a tile and all are valid, lanes i and i + 16 get row i by a
+// shuffle. Otherwise valid slots go through a ring in shared memory. After a first invalid entry tiles seldom begin
+// with 64 entries again, so most go through the ring.
 //
 //     gather   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
 #pragma once
