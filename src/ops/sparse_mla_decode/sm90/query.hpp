@@ -16,7 +16,7 @@ HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
   const Work work(p, Config::kHeads);
   const bf16* const of_query = query_of(p, work.query);
   const int warp = arch::thread_index() / 32, lane = arch::lane_index();
-  const auto place_of = [&](int row, int chunk) {
+  const auto address_of = [&](int row, int chunk) {
     return to + uint32_t(chunk / 8 * Config::kHeads * 128) + tile::swizzled(row, chunk % 8);
   };
   HOPWELL_NO_UNROLL
@@ -28,7 +28,7 @@ HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
     HOPWELL_UNROLL
     for (int chunk = lane; chunk < kChunks; chunk += 32) {
       const bf16* const from = of_head + 8 * chunk;
-      const uint32_t at = place_of(row, chunk);
+      const uint32_t at = address_of(row, chunk);
       if (aligned) {
         arch::cp_async(at, from, valid ? 16 : 0);
       } else {
@@ -44,7 +44,7 @@ HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
     for (int row = warp; row < Config::kHeads; row += kWarps) {
       HOPWELL_UNROLL
       for (int group = lane; group < kChunks / 2; group += 32) {
-        const uint32_t at = place_of(row, 2 * group);
+        const uint32_t at = address_of(row, 2 * group);
         const EvenOdd columns(arch::load_shared_v4(at), arch::load_shared_v4(at ^ 16));
         arch::store_shared_v4(at, columns.even);
         arch::store_shared_v4(at ^ 16, columns.odd);
