@@ -217,6 +217,28 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
+// Ends the split of a CTA of a cluster: stores its result, and merges it with the others. The products have read the
+// stages, and row_max is there.
+template <class Config>
+HOPWELL_DEVICE void end_in_cluster(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums,
+                                   const Output<Config>& of_split) {
+  auto& result = *reinterpret_cast<SplitResult<Config::kHeads>*>(s.panels);
+  static_assert(sizeof result <= sizeof s.panels);
+  if (HeadSums<Config>::has()) {
+    const int head = HeadSums<Config>::head();
+    const Stats stats{s.row_max[head], sums.total()};
+    if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
+  }
+  HOPWELL_UNROLL
+  for (int h = 0; h < Config::kThreadHeads; ++h) {
+    float* const to = &result.out[Place::head(h)][Place::column<Config::kEvenOdd>()];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 16; ++i)
+      to[64 * (i / 2) + (Config::kEvenOdd ? 1 : 8) * (i % 2)] = of_split[i / 2][Place::value(h, i % 2)];
+  }
+  merge_in_cluster<Config>(p, result);
+}
+
 // In a query's first CTA the merged result of its splits so far; in other CTAs the result of the present split.
 template <class Config>
 struct Result {
@@ -232,6 +254,7 @@ struct Result {
                is_partial = !has_all && (!merges || is_last);
     const int of_query = merges ? 0 : work.split + split;  // split that the partial result belongs to
     arch::barrier_sync(kReaderBarrier, Config::kReaders);
+    if (p.merges_in_cluster) return end_in_cluster<Config>(p, s, sums, of_split);
     if (HeadSums<Config>::has()) {
       const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
       const Stats later{s.row_max[of_tile], sums.total()};
@@ -313,28 +336,6 @@ struct Result {
   }
 };
 
-// Ends the split of a CTA of a cluster: stores its result, and merges it with the others.
-template <class Config>
-HOPWELL_DEVICE void end_in_cluster(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums,
-                                   const Output<Config>& of_split) {
-  auto& result = *reinterpret_cast<SplitResult<Config::kHeads>*>(s.panels);
-  static_assert(sizeof result <= sizeof s.panels);
-  arch::barrier_sync(kReaderBarrier, Config::kReaders);  // row_max, and the products have read the stages
-  if (HeadSums<Config>::has()) {
-    const int head = HeadSums<Config>::head();
-    const Stats stats{s.row_max[head], sums.total()};
-    if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
-  }
-  HOPWELL_UNROLL
-  for (int h = 0; h < Config::kThreadHeads; ++h) {
-    float* const to = &result.out[Place::head(h)][Place::column<Config::kEvenOdd>()];
-    HOPWELL_UNROLL
-    for (int i = 0; i < 16; ++i)
-      to[64 * (i / 2) + (Config::kEvenOdd ? 1 : 8) * (i % 2)] = of_split[i / 2][Place::value(h, i % 2)];
-  }
-  merge_in_cluster<Config>(p, result);
-}
-
 template <class Config>
 HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
@@ -366,7 +367,6 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
       HOPWELL_UNROLL
       for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
     }
-    if (p.merges_in_cluster) return end_in_cluster<Config>(p, s, sums, out);
     result.end_split(p, s, split, sums, info.keys > 0, out);
   }
 }
