@@ -17,7 +17,9 @@ entry gets out 0 and lse +inf. Differences:
 
 - Dense decoding, without indices, is a ValueError.
 - An index from the number of slots on is invalid, as a negative one is. FlashMLA reads memory there.
-- The object of `get_mla_metadata` carries nothing, so shapes and lengths may change from call to call.
+- The object of `get_mla_metadata` carries nothing: `tile_scheduler_metadata` and `num_splits`, which vLLM reads, are
+  None. So shapes and lengths may change from call to call.
+- `out`, which vLLM passes to both functions, is not in 9241ae3. If given, the result is written there.
 - Any h_q, topk and head_dim_v, a topk of 0, lengths [b, s_q] and b = 0 are supported. So are V3.2 rows without RoPE (q
   of 512 columns), V4.1 rows of 528 bytes, and with is_fp8_kvcache=False caches of bf16 rows.
 - A row of V3.2 has the value bf16(code·scale) for any scale. FlashMLA rounds the scale first, on SM90 to bf16 and on

@@ -2,8 +2,8 @@
 // the smaller key, in ascending order of key.
 //
 // Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane has 32 scores in shared memory, as sortable
-//           keys (here `order`); a warp has a range of 1,024 keys. Loops over a lane's scores are short code: a launch
-//           runs it once, and most of its time are misses of the instruction cache
+//           keys (here `order`); a warp has a range of 1,024 keys. Loops over a lane's scores are not unrolled, so
+//           that a launch loads less code: 4,100 instructions instead of 6,200, and 1 µs less for 64 K keys (H200)
 // Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp counts
 //           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
 //           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number

@@ -225,9 +225,9 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
   return plan_of(p);
 }
 
-template <class T>
 void launch_score(const Problem& problem, const Plan& plan, void* workspace, std::int64_t first, std::int64_t count,
                   Stream stream) {
+  using T = few_queries::Config::T;
   using Config = indexer::ScoreConfig<T>;
   Sm90Params<T> p{};
   const unpaged::ScorePlan score = unpaged::plan_wgmma_score(plan.problem, count, Config::kKeys);
@@ -242,18 +242,16 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
   const std::uint32_t rows = box_rows(problem.cache.block);
   p.k = tile::map_of(keys_of(problem), {{2, kColumns}, {1, rows}, {0, 1}}, arch::Swizzle::bytes128);
   p.box_rows = static_cast<int>(rows);
-  using few_queries::Storage;
-  if constexpr (std::is_same_v<T, few_queries::Config::T>) {
-    const std::int64_t tiles =
-        tile::ceil_div(problem.q_len, std::int64_t{score.queries.queries_per_tile}) * score.queries.tiles_per_query;
-    const bool has_kernel = problem.relu && (problem.h_index == 64 || problem.h_index == 32);
-    if (has_kernel && tiles <= few_queries::Config::kMostTiles) {
-      const auto few = problem.h_index == 64 ? paged_lightning_indexer_score_few_sm90<64>
-                                             : paged_lightning_indexer_score_few_sm90<32>;
-      const std::int64_t ctas = ctas_of(problem, plan.problem, count, few_queries::Config::kKeys, problem.device.sms);
-      return runtime::launch(kName, few, runtime::shape_of_ctas(ctas, few_queries::Config::kThreads, sizeof(Storage)),
-                             stream, p);
-    }
+  const std::int64_t tiles =  // of a sequence
+      tile::ceil_div(problem.q_len, std::int64_t{score.queries.queries_per_tile}) * score.queries.tiles_per_query;
+  const bool has_few = problem.relu && (problem.h_index == 64 || problem.h_index == 32);
+  if (has_few && tiles <= few_queries::Config::kMostTiles) {
+    const auto few =
+        problem.h_index == 64 ? paged_lightning_indexer_score_few_sm90<64> : paged_lightning_indexer_score_few_sm90<32>;
+    const std::int64_t ctas = ctas_of(problem, plan.problem, count, few_queries::Config::kKeys, problem.device.sms);
+    const arch::LaunchShape shape =
+        runtime::shape_of_ctas(ctas, few_queries::Config::kThreads, sizeof(few_queries::Storage));
+    return runtime::launch(kName, few, shape, stream, p);
   }
   // Without relu, which is rare, only the variant for any h_index is compiled.
   const auto kernel = !problem.relu                            ? paged_lightning_indexer_score_sm90<0, false, T>
@@ -267,8 +265,7 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   for_each_pass(plan, [&](std::int64_t first, std::int64_t count) {
-    if (plan.problem.s_kv > 0 && problem.topk > 0)
-      launch_score<arch::e4m3>(problem, plan, workspace, first, count, stream);
+    if (plan.problem.s_kv > 0 && problem.topk > 0) launch_score(problem, plan, workspace, first, count, stream);
     indexer::select_in_rounds(
         plan.problem, plan.of, workspace, count,
         [&](const unpaged::SelectPlan& select) { return select_params(problem, plan, workspace, first, select); },

@@ -29,8 +29,8 @@ struct SplitsOfCtas {
 // writes the output, and so does a cluster. Otherwise each CTA but a query's first one stores a partial result of each
 // of its splits, and the merge kernel follows.
 inline SplitsOfCtas distribute_splits(const SplitCounts& counts, const Clocks& of) {
-  constexpr std::int64_t kMerge = 7000,
-                         kClusterMerge = 3500;  // clocks of the merge kernel's launch; of a cluster (H200)
+  // Clocks of the merge kernel's launch, and of a merge in a cluster (H200).
+  constexpr std::int64_t kMerge = 7000, kClusterMerge = 3500;
   constexpr std::int64_t kBytesOfClock = 2600, kBytesOfHead = 2 * 512 * 4;  // written and read (H200)
   constexpr std::int64_t kAll = 16;  // up to 16 CTAs every number is tried; above, each is 3/4 of the last
   const std::int64_t tiles = counts.queries * counts.head_tiles,
@@ -49,6 +49,7 @@ inline SplitsOfCtas distribute_splits(const SplitCounts& counts, const Clocks& o
                        merge = ctas == 1 ? 0 : kMerge + stored / kBytesOfClock;
     consider({splits, false}, waves(tiles * ctas, counts.sms) * (of.of_cta + splits * of_split) + merge);
   }
+  // The emulator has room for more clusters than its SMs could hold.
   const std::int64_t clusters = std::min<std::int64_t>(counts.clusters, counts.sms / counts.splits);
   if (clusters > 0) consider({1, true}, waves(tiles, clusters) * (of.of_cta + of_split + kClusterMerge));
   return best;

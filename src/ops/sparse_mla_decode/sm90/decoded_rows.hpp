@@ -131,7 +131,7 @@ struct TileDecoder {
   using Codes = PartCodes<Tile>;
   static constexpr bool kPlain = Tile::kPlainPanel >= 0;
   unsigned char (&stage)[Tile::kStageBytes];
-  bool has_row;  // whether the thread's row is one of the tile's keys
+  bool has_row;  // whether the tile has a key for the thread's row
   Codes codes;
 
   HOPWELL_DEVICE TileDecoder(unsigned char (&of_tile)[Tile::kStageBytes], int keys)
