@@ -72,7 +72,8 @@ struct PagedParams : forward::HOPWELL_TARGET::Params {
 };
 
 inline PagedParams params_of(const Problem& problem, const forward::Problem& f) {
-  PagedParams p{forward::HOPWELL_TARGET::params_of(f), problem.keys.selection, problem.keys.cache.stride / 2};
+  PagedParams p{forward::HOPWELL_TARGET::params_of(f, tile::params_of(f.selection)), problem.keys.selection,
+                problem.keys.cache.stride / 2};
   p.aligned = tile::rows_aligned(f.q, 2) && cache_aligned(problem);
   return p;
 }

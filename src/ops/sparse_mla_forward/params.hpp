@@ -29,9 +29,10 @@ struct Params {
   float scale_log2;     // sm_scale · log2(e)
 };
 
-inline Params params_of(const Problem& problem) {
+// `selection`: of the problem, perhaps with trimmed rows.
+inline Params params_of(const Problem& problem, const tile::SelectionParams& selection) {
   Params p{};
-  p.selection = tile::params_of(problem.selection);
+  p.selection = selection;
   p.q = problem.q.as<const bf16>();
   p.kv = problem.kv.as<const bf16>();
   p.attn_sink = problem.attn_sink.as<const float>();
@@ -57,8 +58,9 @@ struct WindowParams : Params {
   int64_t window_kv_stride_s;  // elements
 };
 
-inline WindowParams params_with_window(const Problem& problem) {
-  WindowParams p{params_of(problem), problem.window, problem.window_kv.as<const bf16>(), problem.window_kv.stride[0]};
+inline WindowParams params_with_window(const Problem& problem, const tile::SelectionParams& selection) {
+  WindowParams p{params_of(problem, selection), problem.window, problem.window_kv.as<const bf16>(),
+                 problem.window_kv.stride[0]};
   p.aligned = p.aligned && tile::rows_aligned(problem.window_kv, 1);
   return p;
 }

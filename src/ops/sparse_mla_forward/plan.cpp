@@ -19,9 +19,11 @@ Plan plan_of(const Problem& problem) {
             .ctas = static_cast<std::uint32_t>(std::min<std::int64_t>(work_tiles, problem.device.sms)),
             .groups = query_groups(problem, kManyHeads, {problem.q, problem.out, problem.max_logits, problem.lse}),
             .merged_rows = {},
+            .trimmed = {},
             .workspace_bytes = 0};
   runtime::WorkspaceLayout layout;
   plan.merged_rows = place_merged_rows(plan.groups, problem.topk, layout);
+  plan.trimmed = place_trimmed_rows(problem, layout);
   plan.workspace_bytes = layout.bytes;
   return plan;
 }

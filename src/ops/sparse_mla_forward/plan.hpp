@@ -5,6 +5,7 @@
 
 #include "ops/common/query_groups.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
+#include "ops/sparse_mla_forward/trimmed_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 
@@ -19,6 +20,7 @@ struct Plan {
   std::uint32_t work_tiles, ctas;
   QueryGroups groups;  // processed by the kernel for many heads; this plan has the ungrouped queries
   MergedRowsPlace merged_rows;
+  TrimmedRows trimmed;
   std::size_t workspace_bytes;
 };
 Plan plan_of(const Problem& problem);

@@ -4,6 +4,7 @@
 
 #include "ops/sparse_mla_forward/sm100/pair.hpp"
 #include "ops/sparse_mla_forward/sm100/single.hpp"
+#include "ops/sparse_mla_forward/trim_rows.hpp"
 #include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
@@ -13,7 +14,7 @@ namespace {
 // for 64 keys (single.hpp). A pair would take 1,250 cycles on each of two SMs (pair.hpp).
 std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 
-runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
+runtime::PlanOr<TrimmedRowsPlan> plan(const Problem& p) {
   using runtime::Unsupported;
   if (p.window) return Unsupported{"needs a call without window_kv"};
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
@@ -22,13 +23,13 @@ runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
     return Unsupported{"needs rows of q and kv 16-byte aligned, a positive row stride of kv"};
   if (!runtime::fit_in_ints({p.s_q * (2 * pairs_of(p) + 1), p.s_kv, p.topk}))
     return Unsupported{"needs s_q times blocks of 64 heads, s_kv and topk below 2^31 - 1024"};
-  return runtime::NoPlan{};
+  return trimmed_rows_plan(p);
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, Stream stream) {
+void launch_with_width(const Problem& problem, const tile::SelectionParams& selection, Stream stream) {
   const std::int64_t pairs = pairs_of(problem);
-  GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128)};
+  GatherParams p{params_of(problem, selection), tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128)};
   p.out_sectors = tile::rows_aligned(problem.out, 2, 32);
   p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
@@ -46,9 +47,12 @@ void launch_with_width(const Problem& problem, Stream stream) {
                     p);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const TrimmedRowsPlan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
-  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() { launch_with_width<kDqk>(problem, stream); });
+  trim_rows(problem, plan.trimmed, workspace, stream);
+  const auto selection = selection_of(problem, plan.trimmed, workspace);
+  runtime::with_constant<576, 512>(problem.d_qk,
+                                   [&]<int kDqk>() { launch_with_width<kDqk>(problem, selection, stream); });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -1,11 +1,12 @@
 // sparse_mla_forward for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
+#include "ops/sparse_mla_forward/trim_rows.hpp"
 #include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
+runtime::PlanOr<TrimmedRowsPlan> plan(const Problem& p) {
   using runtime::Unsupported;
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
@@ -17,11 +18,13 @@ runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk + p.window.most_keys() >= kLimit || p.h_q > 16 * 65535)
     return Unsupported{"needs s_q, s_kv and topk (with the window's keys) below 2^31, h_q at most 1048560"};
-  return runtime::NoPlan{};
+  return trimmed_rows_plan(p);
 }
 
-void launch(const Problem& problem, Stream stream) {
+void launch(const Problem& problem, const TrimmedRowsPlan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0 || problem.h_q == 0) return;
+  trim_rows(problem, plan.trimmed, workspace, stream);
+  const auto selection = selection_of(problem, plan.trimmed, workspace);
   runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
     const arch::LaunchShape shape{
         .grid = {static_cast<std::uint32_t>(problem.s_q),
@@ -30,9 +33,10 @@ void launch(const Problem& problem, Stream stream) {
         .shared_bytes = sizeof(SharedStorage<kDqk>)};
     constexpr const char* kName = "sparse_mla_forward";
     if (problem.window)
-      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream, params_with_window(problem));
+      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream,
+                      params_with_window(problem, selection));
     else
-      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem));
+      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem, selection));
   });
 }
 

@@ -1,5 +1,6 @@
 // sparse_mla_forward for Hopper: supported problems, and the kernels' launch.
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
+#include "ops/sparse_mla_forward/trim_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
@@ -51,8 +52,9 @@ void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace,
 }
 
 template <int kDqk>
-void launch_with_width(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  Params p = params_of(problem);
+void launch_with_width(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+                       void* workspace, Stream stream) {
+  Params p = params_of(problem, selection);
   p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
   if (plan.groups.count > 0)
     launch_in_groups<kDqk>(problem, plan, workspace, p, stream);
@@ -62,9 +64,11 @@ void launch_with_width(const Problem& problem, const Plan& plan, void* workspace
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
-  if (problem.window) return launch_with_window(problem, plan, stream);
-  runtime::with_constant<576, 512>(problem.d_qk,
-                                   [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, workspace, stream); });
+  trim_rows(problem, plan.trimmed, workspace, stream);
+  const auto selection = selection_of(problem, plan.trimmed, workspace);
+  if (problem.window) return launch_with_window(problem, plan, selection, stream);
+  runtime::with_constant<576, 512>(
+      problem.d_qk, [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, selection, workspace, stream); });
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

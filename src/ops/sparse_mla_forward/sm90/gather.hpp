@@ -36,10 +36,24 @@ struct GroupedParams : Params {
   uint32_t member_fraction;     // 2^16 / heads_of_member, rounded up: see member_of
 };
 
+// Places of the rows of kv and window_kv, in 16-byte chunks from the tensor with the lower address. All distances fit in
+// 32 bits, so that an address costs one multiply-add.
+struct KeyRows {
+  const bf16* base;
+  uint32_t of_kv, of_window;  // row 0 of kv; the row that key number 0 would have in window_kv, modulo 2^32
+  uint32_t kv_stride, window_stride;
+
+  HOPWELL_DEVICE uint32_t of_key(bool is_window, int key) const {
+    return (is_window ? of_window : of_kv) + uint32_t(key) * (is_window ? window_stride : kv_stride);
+  }
+};
+
 // Parameters of the kernel that copies Q, and tiles of 64 consecutive keys, by tensor copies. All rows are aligned.
 struct BoxParams : WindowParams {
   arch::TensorMap heads;                 // boxes of 64 columns of 64 heads of a query
+  arch::TensorMap out_rows;              // boxes of 64 columns of 16 heads of a query
   arch::TensorMap window_rows, kv_rows;  // boxes of 64 columns of 64 rows; of kv only without indices
+  KeyRows keys;
 };
 
 // Query that owns row `row` of a group tile. Padding rows belong to the last query.
@@ -131,6 +145,10 @@ template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const WindowParams&, const tile::WindowEntries& entries, int i, int key) {
   return entries.counts(i, key) ? uint32_t(key) : kNoRow;
 }
+template <bool kAligned>
+HOPWELL_DEVICE uint32_t row_of_entry(const BoxParams& p, const tile::WindowEntries& entries, int i, int key) {
+  return entries.counts(i, key) ? p.keys.of_key(key >= p.selection.s_kv, key) : kNoRow;
+}
 // Source of a lane's chunk of a row. The source of an invalid row must not be read.
 template <bool kAligned>
 HOPWELL_DEVICE const bf16* source_of(const Params& p, uint32_t row, bool valid, uint32_t chunk) {
@@ -139,6 +157,10 @@ HOPWELL_DEVICE const bf16* source_of(const Params& p, uint32_t row, bool valid, 
 template <bool kAligned>
 HOPWELL_DEVICE const bf16* source_of(const WindowParams& p, uint32_t row, bool, uint32_t chunk) {
   return row_of(p, int(row)) + chunk * 8;
+}
+template <bool kAligned>
+HOPWELL_DEVICE const bf16* source_of(const BoxParams& p, uint32_t row, bool, uint32_t chunk) {
+  return p.keys.base + uint64_t{row + chunk} * 8;
 }
 
 // Member mask of the key of entry i; for groups.
@@ -327,7 +349,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     if constexpr (kSkips) own = tiles.next(p, number, stride);
     const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
-    [[maybe_unused]] const int query = work.query;  // `work` may be the next one when Q is copied
+    [[maybe_unused]] const int query = work.query, work_head = work.first_head;  // `work` may soon be the next one
     bool first = first_stage == self;
     int next = entry;
     HOPWELL_NO_UNROLL
@@ -345,19 +367,21 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
-        [[maybe_unused]] const bool leads = part_of_rows == 0 && lane == 0;
-        [[maybe_unused]] Box box;
+        // Which of the tensor copies this thread starts: all take a warp several hundred clocks.
+        [[maybe_unused]] const auto starts = [&](int copies) { return part_of_rows == copies && lane == 0; };
+        [[maybe_unused]] Box box{};
         if constexpr (kBoxes) box = box_of(p, work.entries, first_entry + kKeys * n);
         RowSources<kQuads> rows;
-        if (!kPanelByPanel) find_keys<kAligned>(rows, p, row, kRows * n);
+        if (!kPanelByPanel && !(kBoxes && box.exists)) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
-        const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
+        const uint32_t tile_address = arch::shared_address(s.keys[stage]);
+        const uint32_t to = tile_address + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
         for (int part = 0; part < Storage::kParts; ++part) {
           if constexpr (kBoxes) {
             if (part == 0 && first) {  // Q first, because its space is free before any panel is
               first = false;
-              if (leads) copy_heads_as_boxes(p, s, query, first_head, q_empty_parity, slot.full(1));
+              if (starts(kWarps - 1)) copy_heads_as_boxes(p, s, query, work_head, q_empty_parity, slot.full(1));
             }
           }
           HOPWELL_UNROLL
@@ -366,7 +390,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
             if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
             if constexpr (kBoxes) {
               if (box.exists) {
-                if (leads) copy_box(to, box, Storage::panels(i), slot.full(part));
+                if (starts(i)) copy_box(tile_address, box, Storage::panels(i), slot.full(part));
                 continue;
               }
             }

@@ -59,6 +59,7 @@ void launch_for_heads(const Problem& problem, const Plan& plan, const KernelPara
 }
 
 // In sm90/window.cu, so that kernels with window keys compile at the same time as the others.
-void launch_with_window(const Problem& problem, const Plan& plan, Stream stream);
+void launch_with_window(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+                        Stream stream);
 
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

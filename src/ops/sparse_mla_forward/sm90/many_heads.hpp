@@ -54,11 +54,18 @@ namespace many_heads {
 struct StepsOfTiles {
   int steps[kStages][4];
 };
-struct Nothing {};
+// Space for a panel of each warpgroup's output.
+struct OutPanels {
+  alignas(1024) unsigned char out_panels[2][tile::kPanelBytes];
+};
+template <class>
+struct Without {};
 
-// With GroupedParams, the kernel for groups; with BoxParams, the one that stages O in the space of P.
+// With GroupedParams, the kernel for groups.
 template <int kDqk_, class KernelParams_ = Params>
-struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, StepsOfTiles, Nothing> {
+struct SharedStorage
+    : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, Without<OutPanels>>,
+      std::conditional_t<std::is_same_v<KernelParams_, GroupedParams>, Without<StepsOfTiles>, StepsOfTiles> {
   using KernelParams = KernelParams_;
   static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
   static constexpr bool kBoxes = std::is_same_v<KernelParams, BoxParams>;
@@ -90,6 +97,7 @@ struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParam
   arch::mbarrier row_max_full, sums_full, turn;
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+static_assert(sizeof(SharedStorage<512, BoxParams>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
 
@@ -279,19 +287,24 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
-// Writes this warpgroup's half of the output, a panel at a time, without the space of a tile: the next query's tiles
-// may arrive meanwhile. A panel is staged in the space of this warpgroup's P, which the other warpgroup has read before
-// it sent its sums. Each warp handles its own 16 rows, as in its P.
+// Waits until all but the last kPending copies of a warp's output have read their panel.
+template <int kPending>
+HOPWELL_DEVICE void await_out() {
+  if (arch::lane_index() == 0) arch::bulk_wait_read<kPending>();
+  arch::syncwarp();
+}
+
+// Writes this warpgroup's half of the output by tensor copies, a panel at a time. Each warp stages its own 16 rows of a
+// panel, in turn in a space for this and in the space of its P, which the other warpgroup has read before it sent its
+// sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
 template <class Storage>
-HOPWELL_DEVICE void store_out_by_panels(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
+HOPWELL_DEVICE void store_out_by_panels(const BoxParams& p, Storage& s, int self, const WorkTileOf<Storage>& work,
                                         const float (&out)[2][64], const float (&scale)[2]) {
-  static_assert(Storage::kDqk == 512, "the space of P is not a panel of keys");
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
-  const uint32_t place = arch::shared_address(s.keys[self]) + 8 * tile::kPanelBytes;
-  const int first_head = work.first_head + int(first + lane / 8);
-  bf16* const target = p.out + work.query * p.out_stride_s + first_head * p.out_stride_h + 256 * self + lane % 8 * 8;
   HOPWELL_UNROLL
   for (int panel = 0; panel < 4; ++panel) {
+    const uint32_t place = panel % 2 == 0 ? arch::shared_address(s.out_panels[self]) : p_panel(s, self);
+    if (panel >= 2) await_out<1>();
     HOPWELL_UNROLL
     for (int n = 0; n < 4; ++n) {
       uint32_t words[4];
@@ -302,14 +315,13 @@ HOPWELL_DEVICE void store_out_by_panels(const Params& p, Storage& s, int self, c
       }
       arch::stmatrix(place + tile::swizzled(first + lane % 16, uint32_t(2 * n) + lane / 16), words);
     }
+    arch::fence_proxy_async();
     arch::syncwarp();
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const arch::Words4 words =
-          arch::load_shared_v4(place + tile::swizzled(first + uint32_t(4 * i) + lane / 8, lane % 8));
-      if (first_head + 4 * i < p.h_q) arch::store_streaming(target + 4 * i * p.out_stride_h + panel * 64, words);
+    if (lane == 0) {
+      arch::tma_store<3>(p.out_rows, {256 * self + 64 * panel, work.first_head + int(first), work.query},
+                         place + first * 128);
+      arch::bulk_commit();
     }
-    arch::syncwarp();
   }
 }
 
@@ -357,24 +369,20 @@ HOPWELL_DEVICE bool has_second_tile(const WorkTileOf<Storage>& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
 }
 
-// Work tile of a math warpgroup. The number of keys of a group is already known.
+// Work tile of a math warpgroup. The number of keys of a group is already known; of a query, the gather tells the
+// number of steps.
 template <class Storage, class Tiles>
 HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelParams& p, const Tiles& tiles,
                                                 uint32_t number) {
-  constexpr int kKeysOfStep = kStages * kKeys;
+  WorkTileOf<Storage> work{.query = int(number), .first_head = 0, .steps = 1, .entries = {}};
   if constexpr (Storage::kOfGroups) {
-    WorkTileOf<Storage> work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
     work.entries.length = tiles.keys_of_tile();
-    work.steps = work.entries.tiles(kKeysOfStep);
-    return work;
-  } else if constexpr (Storage::kBoxes) {  // the gather tells the number of steps
-    return {.query = int(number / uint32_t(p.head_tiles)),
-            .first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads,
-            .steps = 1,
-            .entries = {}};
+    work.steps = work.entries.tiles(kStages * kKeys);
   } else {
-    return work_tile_of(p, number, Storage::kHeads, kKeysOfStep);
+    work.query = int(number / uint32_t(p.head_tiles));
+    work.first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads;
   }
+  return work;
 }
 
 // Warpgroup `self` processes tile `self` of every step for the scores, and output columns 256 · self and following. O
@@ -389,7 +397,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
        number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
     auto work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
-    float out[2][64];
+    float out[2][64], scale[2];
     // The low warpgroup waits for the first part of tile A and fences it before S, while the previous products execute.
     const auto await_tile = [&](uint32_t its_parity) {
       tile::ring_stage(s.key_ring, 0, its_parity).wait_full(0);
@@ -406,8 +414,11 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       Mask<Storage> mask;
       const auto prepare_softmax = [&] {
         mask.read(p, s.valid[self], row);
-        if constexpr (Storage::kBoxes) {
+        if constexpr (!Storage::kOfGroups) {
           if (i == 0) work.steps = s.steps[self][0];
+        }
+        if constexpr (Storage::kBoxes) {
+          if (i == 0) await_out<0>();
         }
         if (self == 0) return;
         arch::mbarrier_wait(s.row_max_full, parity);
@@ -417,7 +428,8 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
         multiply_scores(s, self, parity, scores, prepare_softmax);
       else
         skip_scores(s, parity, scores), prepare_softmax();
-      if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
+      const bool last = i == work.steps - 1;
+      if (last) tile::arrive_warp(s.q_empty);
       softmax(p, s, self, mask, scores, state, factor);
       store_p(s, self, parity, scores, own);
       HOPWELL_NO_UNROLL
@@ -431,20 +443,25 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
           else
             receive_row_max(s, 1, row, state, row_scale);
         }
+        const auto prepare_next = [&] {
+          if (Storage::kBoxes && stage == 1 && last) finalize_softmax(p, s, self, work, work_parity, state, scale);
+          if (stage == 1 && !last && self == 0) await_tile(parity ^ 1);
+        };
         if (stage == 0 || has_second_tile<Storage>(work, i))
           multiply_values(s, self, stage, probabilities, row_scale, out, i == 0 && stage == 0,
-                          Storage::kBoxes || i < work.steps - 1 || stage == 0, [&] {
-                            if (self == 0 && stage == 1 && i < work.steps - 1) await_tile(parity ^ 1);
-                          });
+                          Storage::kBoxes || !last || stage == 0, prepare_next);
+        else
+          prepare_next();
       }
     }
-    float scale[2];
-    finalize_softmax(p, s, self, work, work_parity, state, scale);
-    if constexpr (Storage::kBoxes)
+    if constexpr (Storage::kBoxes) {
       store_out_by_panels(p, s, self, work, out, scale);
-    else
+    } else {
+      finalize_softmax(p, s, self, work, work_parity, state, scale);
       store_out(p, s, self, work, out, scale);
+    }
   }
+  if constexpr (Storage::kBoxes) await_out<0>();
 }
 
 // ---- barriers -------------------------------------------------------------------------------------------------------

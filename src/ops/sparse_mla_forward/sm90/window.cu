@@ -1,20 +1,50 @@
 // The kernels for Hopper with window keys.
+#include <algorithm>
+#include <optional>
+
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
 #include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-// Whether the kernel for 64 heads can use tensor copies.
-bool takes_boxes(const Problem& problem, const WindowParams& p) {
-  return p.aligned && p.out_aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.window_kv, {0}) &&
-         (p.selection.has_indices || tile::can_map(problem.kv, {0}));
+// The places of the rows of keys, if their distances fit in 32 bits. Rows are aligned.
+std::optional<KeyRows> key_rows_of(const Problem& problem) {
+  constexpr std::int64_t kChunk = 8, kLimit = 0xffffffff;  // elements, chunks
+  struct Rows {
+    std::uintptr_t begin;
+    std::int64_t stride, end;  // in chunks; end: behind the last row, from the first
+  };
+  const auto rows_of = [&problem](const View& v) {
+    const std::int64_t stride = v.shape[0] > 1 ? v.stride[0] / kChunk : 0;
+    return Rows{reinterpret_cast<std::uintptr_t>(v.data), stride, (v.shape[0] - 1) * stride + problem.d_qk / kChunk};
+  };
+  // A tensor without rows has no place.
+  const Rows kv = rows_of(problem.s_kv > 0 ? problem.kv : problem.window_kv);
+  const Rows window = rows_of(problem.window.s_w > 0 ? problem.window_kv : problem.kv);
+  if (kv.stride < 0 || window.stride < 0) return {};
+  const std::uintptr_t base = std::min(kv.begin, window.begin);
+  const auto chunks_to = [base](const Rows& rows) { return static_cast<std::int64_t>((rows.begin - base) / 16); };
+  const std::int64_t of_kv = chunks_to(kv), of_window = chunks_to(window);
+  if (std::max({of_kv + kv.end, of_window + window.end, kv.stride, window.stride}) >= kLimit) return {};
+  return KeyRows{reinterpret_cast<const bf16*>(base), static_cast<std::uint32_t>(of_kv),
+                 static_cast<std::uint32_t>(of_window - problem.s_kv * window.stride),
+                 static_cast<std::uint32_t>(kv.stride), static_cast<std::uint32_t>(window.stride)};
 }
 
-BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) {
+// Whether the kernel for 64 heads can use tensor copies.
+bool takes_boxes(const Problem& problem, const WindowParams& p) {
+  return p.aligned && tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.out, {0, 1}) &&
+         tile::can_map(problem.window_kv, {0}) && (p.selection.has_indices || tile::can_map(problem.kv, {0}));
+}
+
+BoxParams params_with_boxes(const Problem& problem, const WindowParams& params, const KeyRows& keys) {
   constexpr auto kSwizzle = arch::Swizzle::bytes128;
   constexpr std::uint32_t kHeads = many_heads::SharedStorage<512, BoxParams>::kHeads;
-  BoxParams p{params, tile::map_of(problem.q, {{2, tile::kPanelColumns}, {1, kHeads}, {0, 1}}, kSwizzle), {}, {}};
+  const auto map_heads = [](const View& v, std::uint32_t heads) {
+    return tile::map_of(v, {{2, tile::kPanelColumns}, {1, heads}, {0, 1}}, kSwizzle);
+  };
+  BoxParams p{params, map_heads(problem.q, kHeads), map_heads(problem.out, kHeads / 4), {}, {}, keys};
   // A tensor of fewer rows than a box has none, and need not exist.
   const auto map_rows = [](arch::TensorMap& map, const View& rows) {
     if (rows.shape[0] >= kKeys) map = tile::map_of(rows, {{1, tile::kPanelColumns}, {0, kKeys}}, kSwizzle);
@@ -26,14 +56,16 @@ BoxParams params_with_boxes(const Problem& problem, const WindowParams& params) 
 
 }  // namespace
 
-void launch_with_window(const Problem& problem, const Plan& plan, Stream stream) {
-  const WindowParams p = params_with_window(problem);
-  if (problem.d_qk == 576)
-    launch_for_heads<576>(problem, plan, p, stream);
-  else if (plan.tile_heads == 64 && takes_boxes(problem, p))
-    launch_kernel<many_heads::SharedStorage<512, BoxParams>>(problem, plan, params_with_boxes(problem, p), stream);
-  else
-    launch_for_heads<512>(problem, plan, p, stream);
+void launch_with_window(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+                        Stream stream) {
+  const WindowParams p = params_with_window(problem, selection);
+  if (problem.d_qk == 576) return launch_for_heads<576>(problem, plan, p, stream);
+  if (plan.tile_heads == 64 && takes_boxes(problem, p)) {
+    if (const std::optional<KeyRows> keys = key_rows_of(problem))
+      return launch_kernel<many_heads::SharedStorage<512, BoxParams>>(problem, plan,
+                                                                      params_with_boxes(problem, p, *keys), stream);
+  }
+  launch_for_heads<512>(problem, plan, p, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -1,0 +1,31 @@
+// sparse_mla_forward on GPUs, preprocess: finds where each index row ends.
+#pragma once
+
+#include "ops/sparse_mla_forward/trimmed_rows.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/trim_rows.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+
+__global__ void __launch_bounds__(tile::kTrimThreads)
+    sparse_mla_fwd_trim_rows(const __grid_constant__ tile::TrimParams p) {
+  tile::trim_row(p, arch::block_index() * tile::kRowsOfTrimCta + arch::warp_index());
+}
+
+inline void trim_rows(const Problem& problem, const TrimmedRows& trimmed, void* workspace, Stream stream) {
+  if (!trimmed.exist) return;
+  const tile::TrimParams p{tile::params_of(problem.selection), runtime::at_offset<int>(workspace, trimmed.lengths),
+                           static_cast<int>(problem.s_q)};
+  const std::int64_t ctas = (problem.s_q + tile::kRowsOfTrimCta - 1) / tile::kRowsOfTrimCta;
+  runtime::launch("sparse_mla_forward", sparse_mla_fwd_trim_rows, runtime::shape_of_ctas(ctas, tile::kTrimThreads),
+                  stream, p);
+}
+
+// The selection of a call, with the ends of its rows where trim_rows has found them.
+inline tile::SelectionParams selection_of(const Problem& problem, const TrimmedRows& trimmed, void* workspace) {
+  tile::SelectionParams p = tile::params_of(problem.selection);
+  if (trimmed.exist) p.lengths = runtime::at_offset<int>(workspace, trimmed.lengths), p.length_stride = 1;
+  return p;
+}
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET
