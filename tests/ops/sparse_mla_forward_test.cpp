@@ -176,7 +176,7 @@ TEST(SparseMlaForward, PlansFillTheDeviceWithTilesOfHeads) {
 ops::sparse_mla_forward::Problem problem_of_groups(std::int64_t h_q, std::int64_t topk = 256) {
   static std::int32_t somewhere;  // nothing is read
   ops::sparse_mla_forward::Problem p;
-  p.s_q = 64, p.h_q = h_q, p.s_kv = 8192, p.topk = topk, p.device.sms = 132;
+  p.s_q = 64, p.h_q = h_q, p.s_kv = 8192, p.topk = topk, p.device.sms = 132, p.device.capability = 90;
   const auto rows = [h_q](std::int64_t columns) {
     View view;
     view.present = true, view.ndim = 3, view.shape = {64, h_q, columns}, view.stride = {h_q * columns, columns, 1};
@@ -232,6 +232,19 @@ TEST(SparseMlaForward, PlansOfGroupsHaveWorkspaceAndLeaveTheRest) {
   Problem apart = p;
   apart.share_keys = false;
   EXPECT_EQ(plan_of(apart).workspace_bytes, 0U);
+}
+
+TEST(SparseMlaForward, LongCallsFindTheEndsOfTheirRows) {
+  using namespace ops::sparse_mla_forward;
+  Problem p = problem_of_groups(64, 512);
+  EXPECT_FALSE(plan_of(p).trimmed.exist);
+  p.s_q = 8192;
+  EXPECT_TRUE(plan_of(p).trimmed.exist);
+  EXPECT_LE(plan_of(p).trimmed.lengths + 4UL * 8192, plan_of(p).workspace_bytes);
+  EXPECT_EQ(trimmed_rows_plan(p).workspace_bytes, 4UL * 8192);
+  p.selection.indices = nullptr;
+  EXPECT_FALSE(plan_of(p).trimmed.exist);
+  EXPECT_EQ(trimmed_rows_plan(p).workspace_bytes, 0U);
 }
 
 }  // namespace

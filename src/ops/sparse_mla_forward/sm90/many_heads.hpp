@@ -21,16 +21,17 @@
 // Output    O is staged in the space of tile B, so that whole rows are stored.
 // Window    With window keys (WindowParams, BoxParams) the first entries of a query are rows of window_kv. The tiles
 //           are counted from the first one, so the results do not depend on where the window begins.
-// Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. One thread copies Q, and tiles of 64
-//           consecutive keys (of the window, or of kv without indices), by tensor copies. Rows are short, so the
-//           work between two queries weighs more. O is staged a panel at a time in the space of P, so that the next
-//           query's tiles arrive meanwhile.
+// Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. Tensor copies bring Q and tiles of 64
+//           consecutive keys (of the window, or of kv without indices); the four gather warps start a quarter of them
+//           each. Rows are short, so the work between two queries weighs more: the sums are combined under the last
+//           products, and O leaves by tensor copies, a panel at a time, so that the next query's tiles arrive
+//           meanwhile.
 //           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
 //           high     O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ ··········S_B ▓▓▓
 //           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
 // Code      All roles share one instruction cache, so the code is short: both math warpgroups run the same
 //           instructions.
-// Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B
+// Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B; BoxParams: Q 65,536, and 16,384 for O: 231,424 B
 //           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56. BoxParams: 216; gather 72
 // Bound     per 64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450
 //           clocks in L2
@@ -49,23 +50,15 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
-// Remaining steps of the query from this tile on, written by each gather warp, so that the math warps need not read the
-// query's lists.
-struct StepsOfTiles {
-  int steps[kStages][4];
-};
 // Space for a panel of each warpgroup's output.
 struct OutPanels {
   alignas(1024) unsigned char out_panels[2][tile::kPanelBytes];
 };
-template <class>
-struct Without {};
+struct Nothing {};
 
-// With GroupedParams, the kernel for groups.
+// With GroupedParams, the kernel for groups; with BoxParams, the one that stores by tensor copies.
 template <int kDqk_, class KernelParams_ = Params>
-struct SharedStorage
-    : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, Without<OutPanels>>,
-      std::conditional_t<std::is_same_v<KernelParams_, GroupedParams>, Without<StepsOfTiles>, StepsOfTiles> {
+struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, Nothing> {
   using KernelParams = KernelParams_;
   static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
   static constexpr bool kBoxes = std::is_same_v<KernelParams, BoxParams>;
@@ -91,6 +84,9 @@ struct SharedStorage
   float row_max[kStages][kHeads];                                    // row_max of this tile's P
   float sum[kStages][kHeads], max[kStages][kHeads];                  // final values
   alignas(16) ValidRows valid[kStages];  // one bit per row of a gather warp; for groups, per member
+  // Remaining steps of the query from a tile on, by gather warp: the math warps need not read the query's lists. Not
+  // used for groups.
+  int steps[kStages][4];
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
   tile::RingBarriers<kStages> p_ring;
