@@ -4,6 +4,8 @@
 #include <xmmintrin.h>
 #endif
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -19,6 +21,12 @@
 
 namespace hopwell::cases {
 namespace {
+
+// Arrays up to 32 MiB are from one heap: Hopper has a kernel for tensors that are not far from each other.
+#ifdef __GLIBC__
+[[maybe_unused]] const bool one_heap =
+    mallopt(M_MMAP_THRESHOLD, 32 << 20) != 0 && mallopt(M_TRIM_THRESHOLD, 64 << 20) != 0;
+#endif
 
 constexpr std::int64_t kGuardBytes = 256;
 constexpr auto kGuard = std::byte{0xA5};

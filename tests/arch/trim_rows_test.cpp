@@ -24,7 +24,7 @@ class Rows {
   Rows(const Problem& problem, uint64_t seed) : random_(seed) {
     selection_ = {nullptr, nullptr, problem.topk, 1, {}, problem.s_kv, problem.topk, true};
     for (int query = 0; query < kQueries; ++query) {
-      // Valid entries up to a random place, and among them invalid ones; invalid ones behind it.
+      // Valid and invalid entries up to a random end, then only invalid ones.
       const int end = query % 5 == 0 ? below(2) * problem.topk : below(problem.topk + 1);
       for (int i = 0; i < problem.topk; ++i)
         indices_.push_back(i < end && below(3) > 0 ? below(problem.s_kv) : invalid(problem.s_kv));

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "ops/sparse_mla_forward/plan.hpp"
+#include "ops/sparse_mla_forward/sm90/key_rows.hpp"
 #include "sparse_mla_problem.hpp"
 
 namespace hopwell {
@@ -234,16 +235,60 @@ TEST(SparseMlaForward, PlansOfGroupsHaveWorkspaceAndLeaveTheRest) {
   EXPECT_EQ(plan_of(apart).workspace_bytes, 0U);
 }
 
+View rows_at(std::uintptr_t address, std::int64_t count, std::int64_t stride) {
+  View view;
+  view.data = reinterpret_cast<void*>(address), view.present = true, view.ndim = 2;  // nothing is read
+  view.shape = {count, 512}, view.stride = {stride, 1};
+  return view;
+}
+
+TEST(SparseMlaForward, RowsOfTwoTensorsHaveOneBaseAndUnit) {
+  using ops::sparse_mla_forward::key_rows_of;
+  constexpr std::uintptr_t kSome = 0x7f0000000000;
+  const auto expect = [](const View& kv, const View& window, std::uint32_t unit) {
+    const auto rows = key_rows_of(kv, window);
+    ASSERT_TRUE(rows.has_value());
+    EXPECT_EQ(rows->unit, unit);
+    const auto address = [&](const View& v, std::int64_t row) {
+      return reinterpret_cast<std::uintptr_t>(v.data) + static_cast<std::uintptr_t>(2 * row * v.stride[0]);
+    };
+    const auto found = [&](bool of_window, std::int64_t key) {
+      return rows->base + std::uintptr_t{rows->offset_of_key(of_window, static_cast<int>(key))} * unit;
+    };
+    const std::int64_t s_kv = kv.shape[0];
+    const auto check = [&](bool of_window, const View& v) {
+      if (v.shape[0] == 0) return;
+      for (const std::int64_t row : {std::int64_t{0}, v.shape[0] - 1})
+        EXPECT_EQ(found(of_window, (of_window ? s_kv : 0) + row), address(v, row));
+    };
+    check(false, kv), check(true, window);
+  };
+  expect(rows_at(kSome, 100, 512), rows_at(kSome + (1 << 20), 70, 512), 1024);
+  expect(rows_at(kSome + (1 << 20), 100, 520), rows_at(kSome, 70, 512), 16);
+  expect(rows_at(kSome, 100, 512), rows_at(kSome + 512, 70, 1024), 512);
+  expect(rows_at(kSome, 0, 512), rows_at(kSome + 16, 70, 512), 1024);
+  expect(rows_at(0, 0, 512), rows_at(kSome + 16, 1, 512), 1024);
+  expect(rows_at(kSome + 64, 1, -8), rows_at(kSome, 0, 512), 1024);
+  expect(rows_at(kSome, 9, 0), rows_at(kSome + 32, 5, 0), 32);
+  constexpr std::uintptr_t kFar = std::uintptr_t{0xfffffffe} * 512;
+  expect(rows_at(kSome, 9, 256), rows_at(kSome + kFar, 1, 256), 512);
+  expect(rows_at(kSome + kFar, 1, 256), rows_at(kSome, 9, 256), 512);
+  EXPECT_FALSE(key_rows_of(rows_at(kSome, 9, 256), rows_at(kSome + kFar, 2, 256)));
+  EXPECT_FALSE(key_rows_of(rows_at(kSome, 9, 256), rows_at(kSome + kFar + 16, 1, 256)));
+  EXPECT_FALSE(key_rows_of(rows_at(kSome, 9, -256), rows_at(kSome, 1, 256)));
+  EXPECT_FALSE(key_rows_of(rows_at(kSome, 9, 256), rows_at(kSome, 2, -256)));
+}
+
 TEST(SparseMlaForward, LongCallsFindTheEndsOfTheirRows) {
   using namespace ops::sparse_mla_forward;
   Problem p = problem_of_groups(64, 512);
-  EXPECT_FALSE(plan_of(p).trimmed.exist);
+  EXPECT_FALSE(plan_of(p).trimmed.enabled);
   p.s_q = 8192;
-  EXPECT_TRUE(plan_of(p).trimmed.exist);
+  EXPECT_TRUE(plan_of(p).trimmed.enabled);
   EXPECT_LE(plan_of(p).trimmed.lengths + 4UL * 8192, plan_of(p).workspace_bytes);
   EXPECT_EQ(trimmed_rows_plan(p).workspace_bytes, 4UL * 8192);
   p.selection.indices = nullptr;
-  EXPECT_FALSE(plan_of(p).trimmed.exist);
+  EXPECT_FALSE(plan_of(p).trimmed.enabled);
   EXPECT_EQ(trimmed_rows_plan(p).workspace_bytes, 0U);
 }
 

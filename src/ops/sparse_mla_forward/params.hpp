@@ -29,7 +29,7 @@ struct Params {
   float scale_log2;     // sm_scale · log2(e)
 };
 
-// `selection`: of the problem, perhaps with trimmed rows.
+// `selection`: the problem's, or the same with row lengths from trim_rows.
 inline Params params_of(const Problem& problem, const tile::SelectionParams& selection) {
   Params p{};
   p.selection = selection;

@@ -5,7 +5,7 @@
 
 #include "ops/common/query_groups.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
-#include "ops/sparse_mla_forward/trimmed_rows.hpp"
+#include "ops/sparse_mla_forward/trim_plan.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 

@@ -1,7 +1,7 @@
-// sparse_mla_forward on GPUs, preprocess: finds where each index row ends.
+// sparse_mla_forward on GPUs, preprocess: finds the last valid entry of each index row.
 #pragma once
 
-#include "ops/sparse_mla_forward/trimmed_rows.hpp"
+#include "ops/sparse_mla_forward/trim_plan.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/trim_rows.hpp"
 
@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(tile::kTrimThreads)
 }
 
 inline void trim_rows(const Problem& problem, const TrimmedRows& trimmed, void* workspace, Stream stream) {
-  if (!trimmed.exist) return;
+  if (!trimmed.enabled) return;
   const tile::TrimParams p{tile::params_of(problem.selection), runtime::at_offset<int>(workspace, trimmed.lengths),
                            static_cast<int>(problem.s_q)};
   const std::int64_t ctas = (problem.s_q + tile::kRowsOfTrimCta - 1) / tile::kRowsOfTrimCta;
@@ -21,10 +21,10 @@ inline void trim_rows(const Problem& problem, const TrimmedRows& trimmed, void* 
                   stream, p);
 }
 
-// The selection of a call, with the ends of its rows where trim_rows has found them.
+// The selection of a call, with the row lengths from trim_rows if it runs.
 inline tile::SelectionParams selection_of(const Problem& problem, const TrimmedRows& trimmed, void* workspace) {
   tile::SelectionParams p = tile::params_of(problem.selection);
-  if (trimmed.exist) p.lengths = runtime::at_offset<int>(workspace, trimmed.lengths), p.length_stride = 1;
+  if (trimmed.enabled) p.lengths = runtime::at_offset<int>(workspace, trimmed.lengths), p.length_stride = 1;
   return p;
 }
 

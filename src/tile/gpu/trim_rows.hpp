@@ -1,5 +1,5 @@
-// Finds where index rows end: behind their last valid entry. A query near the start of its document has fewer keys than
-// topk, and the rest of its row is invalid. Kernels that know the end spend no time on the rest.
+// Finds the length of index rows without the invalid entries at their ends. A query near the start of its document has
+// fewer keys than topk, and the rest of its row is invalid. Kernels that know the length spend no time on the rest.
 #pragma once
 
 #include "tile/gpu/entries.hpp"

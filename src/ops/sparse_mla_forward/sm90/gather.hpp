@@ -1,5 +1,5 @@
 // Shared by the kernels for Hopper: work tiles, the order of a query's additions, and the producer warpgroup (here
-// `gather`), which uses cp.async.
+// `gather`), which uses cp.async and, with BoxParams, tensor copies.
 //
 // A head has the same bits in both kernels, so that ranks may split the heads in any way. Both add
 //   a score     16 columns at a time, in the panel order of score_panel
@@ -17,6 +17,7 @@
 #include "arch/sm90/tma.hpp"
 #include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
+#include "ops/sparse_mla_forward/sm90/key_rows.hpp"
 #include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/score_tile.hpp"
@@ -34,18 +35,6 @@ struct GroupedParams : Params {
   int members;                  // members of a group
   int heads_of_member;          // heads of one member; h_q is the number of heads of all members
   uint32_t member_fraction;     // 2^16 / heads_of_member, rounded up: see member_of
-};
-
-// Places of the rows of kv and window_kv, in 16-byte chunks from the tensor with the lower address. All distances fit in
-// 32 bits, so that an address costs one multiply-add.
-struct KeyRows {
-  const bf16* base;
-  uint32_t of_kv, of_window;  // row 0 of kv; the row that key number 0 would have in window_kv, modulo 2^32
-  uint32_t kv_stride, window_stride;
-
-  HOPWELL_DEVICE uint32_t of_key(bool is_window, int key) const {
-    return (is_window ? of_window : of_kv) + uint32_t(key) * (is_window ? window_stride : kv_stride);
-  }
 };
 
 // Parameters of the kernel that copies Q, and tiles of 64 consecutive keys, by tensor copies. All rows are aligned.
@@ -135,7 +124,7 @@ struct PanelGroup {
 // Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
 // from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
 // For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance may lie
-// between the rows of two tensors.
+// between the rows of two tensors; with BoxParams the offset of KeyRows.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
@@ -147,7 +136,7 @@ HOPWELL_DEVICE uint32_t row_of_entry(const WindowParams&, const tile::WindowEntr
 }
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const BoxParams& p, const tile::WindowEntries& entries, int i, int key) {
-  return entries.counts(i, key) ? p.keys.of_key(key >= p.selection.s_kv, key) : kNoRow;
+  return entries.counts(i, key) ? p.keys.offset_of_key(key >= p.selection.s_kv, key) : kNoRow;
 }
 // Source of a lane's chunk of a row. The source of an invalid row must not be read.
 template <bool kAligned>
@@ -160,7 +149,7 @@ HOPWELL_DEVICE const bf16* source_of(const WindowParams& p, uint32_t row, bool, 
 }
 template <bool kAligned>
 HOPWELL_DEVICE const bf16* source_of(const BoxParams& p, uint32_t row, bool, uint32_t chunk) {
-  return p.keys.base + uint64_t{row + chunk} * 8;
+  return reinterpret_cast<const bf16*>(p.keys.base + chunk * 16 + uint64_t{row} * p.keys.unit);
 }
 
 // Member mask of the key of entry i; for groups.
@@ -204,7 +193,7 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
     if (lane == 0) arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
   } else if (lane == 0) {
     s.valid[stage][part_of_rows] = Storage::kStagesOfWarp == 1 ? valid : valid & 0xffff;
-    if constexpr (requires { s.steps; }) s.steps[stage][part_of_rows] = left;
+    s.steps[stage][part_of_rows] = left;
     arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
   }
 }
@@ -319,7 +308,9 @@ HOPWELL_DEVICE void copy_box(uint32_t to, const Box& box, PanelGroup panels, arc
 // keys of its tiles of a step. A CTA processes one query, whose tiles alternate between the stages, or two queries with
 // one stage each. Q is copied after the first part of the first tile, so a warp that waits for a later part also has Q.
 // With one stage per query, the space of that first part is free when the last scores are complete, and so is the space
-// of Q; otherwise it is free earlier. With boxes, one thread copies Q and the tiles of consecutive keys; Q comes first, and the other threads still wait and arrive, so that barriers count the same threads for every tile. The producer waits for panel groups in the order of their release, so copies
+// of Q; otherwise it is free earlier. With boxes, tensor copies bring Q and the tiles of consecutive keys: each warp
+// starts one panel group of a tile, and the last warp also Q, before any panel. All threads still wait and arrive, so
+// that every tile needs the same arrivals. The producer waits for panel groups in the order of their release, so copies
 // never overtake. The code is short, because all roles share one instruction cache.
 template <bool kAligned, class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, int warp) {
@@ -367,8 +358,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
-        // Which of the tensor copies this thread starts: all take a warp several hundred clocks.
-        [[maybe_unused]] const auto starts = [&](int copies) { return part_of_rows == copies && lane == 0; };
+        // Whether this thread starts copy `i`. Starting all of them takes one warp several hundred clocks.
+        [[maybe_unused]] const auto starts = [&](int i) { return part_of_rows == i && lane == 0; };
         [[maybe_unused]] Box box{};
         if constexpr (kBoxes) box = box_of(p, work.entries, first_entry + kKeys * n);
         RowSources<kQuads> rows;

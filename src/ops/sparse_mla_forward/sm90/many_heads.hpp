@@ -18,12 +18,12 @@
 //           space of the RoPE panel, which is free after S.
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8. Then O and the sums are rescaled by
 //           exp2(m_old − m). row_max passes from tile to tile: A, B, A, …
-// Output    O is staged in the space of tile B, so that whole rows are stored.
+// Output    O is staged in the space of tile B, so that whole rows are stored. BoxParams: see Boxes.
 // Window    With window keys (WindowParams, BoxParams) the first entries of a query are rows of window_kv. The tiles
 //           are counted from the first one, so the results do not depend on where the window begins.
 // Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. Tensor copies bring Q and tiles of 64
-//           consecutive keys (of the window, or of kv without indices); the four gather warps start a quarter of them
-//           each. Rows are short, so the work between two queries weighs more: the sums are combined under the last
+//           consecutive keys (of the window, or of kv without indices); each of the four gather warps starts one panel
+//           group of a tile, and the last one also starts Q. Rows are short, so the work between two queries weighs more: the sums are combined under the last
 //           products, and O leaves by tensor copies, a panel at a time, so that the next query's tiles arrive
 //           meanwhile.
 //           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
@@ -31,6 +31,8 @@
 //           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
 // Code      All roles share one instruction cache, so the code is short: both math warpgroups run the same
 //           instructions.
+// Turn      S of tile B starts after S of tile A: measured, otherwise both end late. With boxes this also orders Q
+//           before S of tile B, because the bytes of Q count on a barrier of tile A.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B; BoxParams: Q 65,536, and 16,384 for O: 231,424 B
 //           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56. BoxParams: 216; gather 72
 // Bound     per 64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450
@@ -124,7 +126,7 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
         slot.wait_full(i / 4);
         arch::fence_proxy_async();
       }
-      if (i == 0 && stage == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
+      if (i == 0 && stage == 1) arch::mbarrier_wait(s.turn, parity);  // kept: for speed; see Turn
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
@@ -283,16 +285,16 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
-// Waits until all but the last kPending copies of a warp's output have read their panel.
+// Waits until at most the last kPending copies of this warp's output still read their panels.
 template <int kPending>
 HOPWELL_DEVICE void await_out() {
   if (arch::lane_index() == 0) arch::bulk_wait_read<kPending>();
   arch::syncwarp();
 }
 
-// Writes this warpgroup's half of the output by tensor copies, a panel at a time. Each warp stages its own 16 rows of a
-// panel, in turn in a space for this and in the space of its P, which the other warpgroup has read before it sent its
-// sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
+// Writes this warpgroup's half of the output by tensor copies, a panel at a time. Each warp stages its 16 rows of a
+// panel: even panels in out_panels, odd ones in the space of its P, which the other warpgroup has read before it sent
+// its sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
 template <class Storage>
 HOPWELL_DEVICE void store_out_by_panels(const BoxParams& p, Storage& s, int self, const WorkTileOf<Storage>& work,
                                         const float (&out)[2][64], const float (&scale)[2]) {
@@ -446,8 +448,6 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
         if (stage == 0 || has_second_tile<Storage>(work, i))
           multiply_values(s, self, stage, probabilities, row_scale, out, i == 0 && stage == 0,
                           Storage::kBoxes || !last || stage == 0, prepare_next);
-        else
-          prepare_next();
       }
     }
     if constexpr (Storage::kBoxes) {

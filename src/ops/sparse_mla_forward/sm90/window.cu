@@ -1,5 +1,4 @@
 // The kernels for Hopper with window keys.
-#include <algorithm>
 #include <optional>
 
 #include "ops/sparse_mla_forward/sm90/kernel.hpp"
@@ -7,30 +6,6 @@
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
-
-// The places of the rows of keys, if their distances fit in 32 bits. Rows are aligned.
-std::optional<KeyRows> key_rows_of(const Problem& problem) {
-  constexpr std::int64_t kChunk = 8, kLimit = 0xffffffff;  // elements, chunks
-  struct Rows {
-    std::uintptr_t begin;
-    std::int64_t stride, end;  // in chunks; end: behind the last row, from the first
-  };
-  const auto rows_of = [&problem](const View& v) {
-    const std::int64_t stride = v.shape[0] > 1 ? v.stride[0] / kChunk : 0;
-    return Rows{reinterpret_cast<std::uintptr_t>(v.data), stride, (v.shape[0] - 1) * stride + problem.d_qk / kChunk};
-  };
-  // A tensor without rows has no place.
-  const Rows kv = rows_of(problem.s_kv > 0 ? problem.kv : problem.window_kv);
-  const Rows window = rows_of(problem.window.s_w > 0 ? problem.window_kv : problem.kv);
-  if (kv.stride < 0 || window.stride < 0) return {};
-  const std::uintptr_t base = std::min(kv.begin, window.begin);
-  const auto chunks_to = [base](const Rows& rows) { return static_cast<std::int64_t>((rows.begin - base) / 16); };
-  const std::int64_t of_kv = chunks_to(kv), of_window = chunks_to(window);
-  if (std::max({of_kv + kv.end, of_window + window.end, kv.stride, window.stride}) >= kLimit) return {};
-  return KeyRows{reinterpret_cast<const bf16*>(base), static_cast<std::uint32_t>(of_kv),
-                 static_cast<std::uint32_t>(of_window - problem.s_kv * window.stride),
-                 static_cast<std::uint32_t>(kv.stride), static_cast<std::uint32_t>(window.stride)};
-}
 
 // Whether the kernel for 64 heads can use tensor copies.
 bool takes_boxes(const Problem& problem, const WindowParams& p) {
@@ -61,7 +36,7 @@ void launch_with_window(const Problem& problem, const Plan& plan, const tile::Se
   const WindowParams p = params_with_window(problem, selection);
   if (problem.d_qk == 576) return launch_for_heads<576>(problem, plan, p, stream);
   if (plan.tile_heads == 64 && takes_boxes(problem, p)) {
-    if (const std::optional<KeyRows> keys = key_rows_of(problem))
+    if (const std::optional<KeyRows> keys = key_rows_of(problem.kv, problem.window_kv))
       return launch_kernel<many_heads::SharedStorage<512, BoxParams>>(problem, plan,
                                                                       params_with_boxes(problem, p, *keys), stream);
   }
