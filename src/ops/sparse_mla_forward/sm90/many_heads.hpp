@@ -285,6 +285,15 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
+// Rounds a thread's sums of columns 16 n to 16 n + 15, as operands of stmatrix.
+HOPWELL_DEVICE void round_columns(const float (&out)[2][64], const float (&scale)[2], int n, uint32_t (&words)[4]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float* sums = &out[n / 8][n % 8 * 8 + 2 * i];
+    words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
+  }
+}
+
 // Waits until at most the last kPending copies of this warp's output still read their panels.
 template <int kPending>
 HOPWELL_DEVICE void await_out() {
@@ -306,11 +315,7 @@ HOPWELL_DEVICE void store_out_by_panels(const BoxParams& p, Storage& s, int self
     HOPWELL_UNROLL
     for (int n = 0; n < 4; ++n) {
       uint32_t words[4];
-      HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const float* sums = &out[panel / 2][panel % 2 * 32 + 8 * n + 2 * i];
-        words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
-      }
+      round_columns(out, scale, 4 * panel + n, words);
       arch::stmatrix(place + tile::swizzled(first + lane % 16, uint32_t(2 * n) + lane / 16), words);
     }
     arch::fence_proxy_async();
@@ -333,11 +338,7 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   HOPWELL_UNROLL
   for (int n = 0; n < 16; ++n) {
     uint32_t words[4];
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float* sums = &out[n / 8][n % 8 * 8 + 2 * i];
-      words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
-    }
+    round_columns(out, scale, n, words);
     arch::stmatrix(place + uint32_t(n / 4) * tile::kPanelBytes +
                        tile::swizzled(first + lane % 16, uint32_t(n % 4 * 2) + lane / 16),
                    words);
