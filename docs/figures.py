@@ -189,6 +189,16 @@ def all_peers(where: str) -> str:
     return table(head, lines) + made_by("python -m hopwell.bench", made)
 
 
+def alone(where: str) -> str:
+    """`MACHINE/RECORD`: times and shares of a record of `python -m hopwell.bench --alone`."""
+    record = records.read(f"../{where}")
+    rows = record["results"]
+    lines = [[records.shape_text(row), f"{row['us'] / 1000:.2f}", f"{row['share']:.3f}"] for row in rows]
+    return table(["shape", "ms", f"share of the {rows[0]['ceiling']}"], lines) + made_by(
+        "python -m hopwell.bench --alone", [record]
+    )
+
+
 def on_machine(arguments: str) -> str:
     """`MACHINE OPERATOR`: shares of the matrix product and times, from `hopwell bench` on that machine."""
     machine, operator = arguments.split()
@@ -587,6 +597,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         peers,
         beside,
         all_peers,
+        alone,
         context_parallel,
         measured,
         bench,
