@@ -7,7 +7,7 @@ from hopwell.torch import indexer_loss, ops
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an Ampere GPU"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU from Ampere on"
 )
 
 TOPK = 300

@@ -11,7 +11,7 @@ from hopwell.torch import ops
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-ON_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs an Ampere GPU")
+ON_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU from Ampere on")
 CASES = [("cpu", 13), *(pytest.param("cuda", h_q, marks=ON_GPU) for h_q in (8, 13, 64, 128))]  # device, h_q
 B, Q_LEN, BLOCK, MAX_BLOCKS, TOPK = 4, 2, 64, 5, 130
 TOKENS = BLOCK * MAX_BLOCKS

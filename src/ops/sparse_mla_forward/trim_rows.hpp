@@ -3,6 +3,7 @@
 
 #include "ops/sparse_mla_forward/trim_plan.hpp"
 #include "runtime/launch.hpp"
+#include "tile/ceil_div.hpp"
 #include "tile/gpu/trim_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
@@ -16,7 +17,7 @@ inline void trim_rows(const Problem& problem, const TrimmedRows& trimmed, void* 
   if (!trimmed.enabled) return;
   const tile::TrimParams p{tile::params_of(problem.selection), runtime::at_offset<int>(workspace, trimmed.lengths),
                            static_cast<int>(problem.s_q)};
-  const std::int64_t ctas = (problem.s_q + tile::kRowsOfTrimCta - 1) / tile::kRowsOfTrimCta;
+  const std::int64_t ctas = tile::ceil_div(problem.s_q, tile::kRowsOfTrimCta);
   runtime::launch("sparse_mla_forward", sparse_mla_fwd_trim_rows, runtime::shape_of_ctas(ctas, tile::kTrimThreads),
                   stream, p);
 }

@@ -286,6 +286,10 @@ struct Box {
   int first;
   bool exists;
 };
+template <class Entries>
+HOPWELL_DEVICE Box box_of(const Params&, const Entries&, int) {
+  return {nullptr, 0, false};
+}
 HOPWELL_DEVICE Box box_of(const BoxParams& p, const tile::WindowEntries& entries, int first_entry) {
   const int of_window = int(entries.window.count), end = first_entry + kKeys;
   const bool is_window = end <= of_window;
@@ -347,7 +351,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, member_mask);
-      [[maybe_unused]] const int first_entry = next - entry;  // of this step
+      const int first_entry = next - entry;  // of this step
       next += keys_of_step;
       if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -360,10 +364,9 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         const int stage = first_stage + n;
         // Whether this thread starts copy `i`. Starting all of them takes one warp several hundred clocks.
         [[maybe_unused]] const auto starts = [&](int i) { return part_of_rows == i && lane == 0; };
-        [[maybe_unused]] Box box{};
-        if constexpr (kBoxes) box = box_of(p, work.entries, first_entry + kKeys * n);
+        const Box box = box_of(p, work.entries, first_entry + kKeys * n);
         RowSources<kQuads> rows;
-        if (!kPanelByPanel && !(kBoxes && box.exists)) find_keys<kAligned>(rows, p, row, kRows * n);
+        if (!kPanelByPanel && !box.exists) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
         const uint32_t tile_address = arch::shared_address(s.keys[stage]);
         const uint32_t to = tile_address + uint32_t(part_of_rows) * kRows * 128;

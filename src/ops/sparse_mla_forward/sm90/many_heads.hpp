@@ -305,8 +305,8 @@ HOPWELL_DEVICE void await_out() {
 // panel: even panels in out_panels, odd ones in the space of its P, which the other warpgroup has read before it sent
 // its sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
 template <class Storage>
-HOPWELL_DEVICE void store_out_by_panels(const BoxParams& p, Storage& s, int self, const WorkTileOf<Storage>& work,
-                                        const float (&out)[2][64], const float (&scale)[2]) {
+HOPWELL_DEVICE void store_out(const BoxParams& p, Storage& s, int self, const WorkTileOf<Storage>& work,
+                              const float (&out)[2][64], const float (&scale)[2]) {
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
   HOPWELL_UNROLL
   for (int panel = 0; panel < 4; ++panel) {
@@ -384,6 +384,14 @@ HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelPa
   return work;
 }
 
+// In the first step of a query, while its scores execute: takes the number of steps from the gather, and waits until the
+// space of the last output may be written again.
+template <class Storage>
+HOPWELL_DEVICE void begin_query(const Storage& s, int self, WorkTileOf<Storage>& work) {
+  if constexpr (!Storage::kOfGroups) work.steps = s.steps[self][0];
+  if constexpr (Storage::kBoxes) await_out<0>();
+}
+
 // Warpgroup `self` processes tile `self` of every step for the scores, and output columns 256 · self and following. O
 // adds the tiles in order. Both warpgroups run the same instructions, so that they share the instruction cache.
 template <class Storage>
@@ -413,12 +421,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       Mask<Storage> mask;
       const auto prepare_softmax = [&] {
         mask.read(p, s.valid[self], row);
-        if constexpr (!Storage::kOfGroups) {
-          if (i == 0) work.steps = s.steps[self][0];
-        }
-        if constexpr (Storage::kBoxes) {
-          if (i == 0) await_out<0>();
-        }
+        if (i == 0) begin_query(s, self, work);
         if (self == 0) return;
         arch::mbarrier_wait(s.row_max_full, parity);
         receive_row_max(s, 0, row, state, remote_factor);
@@ -451,12 +454,8 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
                           Storage::kBoxes || !last || stage == 0, prepare_next);
       }
     }
-    if constexpr (Storage::kBoxes) {
-      store_out_by_panels(p, s, self, work, out, scale);
-    } else {
-      finalize_softmax(p, s, self, work, work_parity, state, scale);
-      store_out(p, s, self, work, out, scale);
-    }
+    if constexpr (!Storage::kBoxes) finalize_softmax(p, s, self, work, work_parity, state, scale);
+    store_out(p, s, self, work, out, scale);
   }
   if constexpr (Storage::kBoxes) await_out<0>();
 }
