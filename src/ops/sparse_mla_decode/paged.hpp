@@ -95,6 +95,8 @@ struct PagedEntries {
     const int page = table[entry / block];
     return uint32_t(page) < uint32_t(blocks) ? page * block + entry % block : -1;
   }
+  /// The slot of entry i, or -1 if it is not valid. `entry`: at(i).
+  HOPWELL_DEVICE int key(int, int entry) const { return slot(entry); }
   HOPWELL_DEVICE int key(int i) const { return slot(at(i)); }
   /// Number of tiles of `size` entries; the last tile may be partial.
   HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }

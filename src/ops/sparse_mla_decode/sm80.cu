@@ -3,12 +3,9 @@
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace {
-
-using Config = forward::HOPWELL_TARGET::Config;
 
 struct Plan {
   std::optional<forward::Problem> problem;  // of the forward's kernel; else the plan of splits
@@ -18,7 +15,7 @@ struct Plan {
 
 bool forward_supports(const Problem& p) {
   return tile::rows_aligned(p.q, 3) && cache_aligned(p) && tile::rows_aligned(p.out, 3, 4) &&
-         p.b * p.q_len < std::int64_t{1} << 31 && p.h_q <= 16 * 65535;
+         p.b * p.q_len * forward::HOPWELL_TARGET::head_tiles(p.h_q) < std::int64_t{1} << 31;
 }
 
 HeadsOfTile kernel_for(const Problem& p) {
@@ -40,14 +37,7 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   if (problem.b == 0) return;
   if (!plan.problem) return launch_splits(problem, plan.splits, workspace, stream);
   const forward::Problem& f = *plan.problem;
-  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
-    const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(f.s_q),
-                                           static_cast<std::uint32_t>((f.h_q + Config::kHeads - 1) / Config::kHeads)},
-                                  .threads = Config::kThreads,
-                                  .shared_bytes = sizeof(forward::HOPWELL_TARGET::SharedStorage<kDqk>)};
-    runtime::launch("sparse_mla_decode", forward::HOPWELL_TARGET::sparse_mla_fwd_sm80<kDqk, PagedParams>, shape, stream,
-                    params_of(problem, f));
-  });
+  forward::HOPWELL_TARGET::launch_attention("sparse_mla_decode", f, params_of(problem, f), stream);
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

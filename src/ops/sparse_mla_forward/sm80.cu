@@ -1,7 +1,6 @@
 // sparse_mla_forward for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
 #include "ops/sparse_mla_forward/trim_rows.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
@@ -16,8 +15,9 @@ runtime::PlanOr<TrimmedRowsPlan> plan(const Problem& p) {
   if (p.window && !tile::rows_aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
   if (!tile::rows_aligned(p.out, 2, 4)) return Unsupported{"needs rows of out 4-byte aligned"};
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk + p.window.most_keys() >= kLimit || p.h_q > 16 * 65535)
-    return Unsupported{"needs s_q, s_kv and topk (with the window's keys) below 2^31, h_q at most 1048560"};
+  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk + p.window.most_keys() >= kLimit ||
+      p.s_q * head_tiles(p.h_q) >= kLimit)
+    return Unsupported{"needs s_q, s_kv, topk (with the window's keys) and s_q times the tiles of 64 heads below 2^31"};
   return trimmed_rows_plan(p);
 }
 
@@ -25,19 +25,11 @@ void launch(const Problem& problem, const TrimmedRowsPlan& plan, void* workspace
   if (problem.s_q == 0 || problem.h_q == 0) return;
   trim_rows(problem, plan.trimmed, workspace, stream);
   const auto selection = selection_of(problem, plan.trimmed, workspace);
-  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
-    const arch::LaunchShape shape{
-        .grid = {static_cast<std::uint32_t>(problem.s_q),
-                 static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
-        .threads = Config::kThreads,
-        .shared_bytes = sizeof(SharedStorage<kDqk>)};
-    constexpr const char* kName = "sparse_mla_forward";
-    if (problem.window)
-      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, WindowParams>, shape, stream,
-                      params_with_window(problem, selection));
-    else
-      runtime::launch(kName, sparse_mla_fwd_sm80<kDqk, Params>, shape, stream, params_of(problem, selection));
-  });
+  constexpr const char* kName = "sparse_mla_forward";
+  if (problem.window)
+    launch_attention(kName, problem, params_with_window(problem, selection), stream);
+  else
+    launch_attention(kName, problem, params_of(problem, selection), stream);
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -60,11 +60,9 @@ struct Entries {
   /// Slot of entry 0 in a row of numbers that has one slot per entry, or without indices one per key. `first`: as for
   /// slice().
   HOPWELL_DEVICE int place(int first = 0) const { return has_indices || length == 0 ? first : int(visible.first); }
-  /// Key of entry i, or -1 if the entry is not valid.
-  HOPWELL_DEVICE int key(int i) const {
-    const int key = at(i);
-    return counts(key) ? key : -1;
-  }
+  /// Key of entry i, or -1 if the entry is not valid. `entry`: at(i).
+  HOPWELL_DEVICE int key(int, int entry) const { return counts(entry) ? entry : -1; }
+  HOPWELL_DEVICE int key(int i) const { return key(i, at(i)); }
 };
 
 HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {

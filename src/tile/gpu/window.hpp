@@ -25,11 +25,9 @@ struct WindowEntries {
   HOPWELL_DEVICE bool counts(int i, int key) const { return uint32_t(i) < window.count || selected.visible.has(key); }
   /// Number of tiles of `size` entries; the last tile may be partial.
   HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }
-  /// Key number of entry i, or -1 if the entry is not valid.
-  HOPWELL_DEVICE int key(int i) const {
-    const int key = at(i);
-    return counts(i, key) ? key : -1;
-  }
+  /// Key number of entry i, or -1 if the entry is not valid. `entry`: at(i).
+  HOPWELL_DEVICE int key(int i, int entry) const { return counts(i, entry) ? entry : -1; }
+  HOPWELL_DEVICE int key(int i) const { return key(i, at(i)); }
   /// Entries first … first + size − 1 of the list.
   HOPWELL_DEVICE WindowEntries slice(int first, int size) const {
     const int of_window = int(window.count), skipped = first < of_window ? first : of_window;
