@@ -19,7 +19,7 @@ bool forward_supports(const Problem& p) {
 }
 
 HeadsOfTile kernel_for(const Problem& p) {
-  const int heads = p.h_q <= 8 ? 8 : 16;
+  const int heads = p.h_q <= 8 ? 8 : p.h_q <= 16 || !p.format ? 16 : 32;
   return {heads, with_rows_of(p, [&]<class Rows>(Rows) { return split_kernel<Rows>(heads); })};
 }
 

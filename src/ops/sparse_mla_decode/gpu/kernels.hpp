@@ -19,7 +19,7 @@ struct SplitKernel {
   int (*clusters_that_fit)(const runtime::Device& device, std::int64_t size) = nullptr;
 };
 
-// The kernel for tiles of 8 or 16 heads, for any GPU from Ampere on.
+// The kernel for tiles of 8 or 16 heads, and of 32 for rows with codes, for any GPU from Ampere on.
 template <class RowsOfFormat>
 SplitKernel split_kernel(int heads);
 

@@ -2,12 +2,12 @@
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 16 rows of a product, heads its 8 columns
 //
-// Tile      one query, 8 or 16 heads, one split of its entries; 32 keys per step
+// Tile      one query, 8, 16 or 32 heads, one split of its entries; 32 keys per step
 // Roles     eight warps. K: warp w has columns 64 w to 64 w + 63 of all keys, and warps 0 to 3 have 16 columns of RoPE
-//           each. Every warp writes its share of S. Softmax: warp w has heads w, or 2 w and 2 w + 1, and adds the eight
+//           each. Every warp writes its share of S. Softmax: a warp has one, two or four heads, and adds the eight
 //           shares in order. Output: warp w has columns 64 w to 64 w + 63
 // Timeline  step     0                                                  1
-//           copies   keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  keys 3 ▓▓▓▓ …
+//           copies   keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  keys 3 ▓▓▓▓ …      half before each half of S
 //           warps    wait 0 │ S ▓▓▓▓▓ │ softmax ▓ │ O += P V ▓▓▓▓▓     │ wait 1 │ S …
 // Codes     Both products read the raw codes by ldmatrix and decode them in registers to fp16, which has every e4m3
 //           number. Seen as 16-bit elements, ldmatrix.trans gives two columns of two keys in a word. Q is fp16 too,
@@ -18,7 +18,7 @@
 // Entries   256 at a time. The rows of valid entries are listed in order, so steps are full and invalid entries cost
 //           nothing. Rows past the last one are filled with zeros and masked
 // Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
-//           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM; 16 heads of V4: one)
+//           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM; 16 heads of V4, and 32 heads: one)
 // Bound     memory; then issue slots: about 130 instructions of a warp per key for 16 heads
 #pragma once
 
@@ -39,28 +39,30 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   float scale_log2 = 0;
   Copies<Config> copies{p, s, 0, Entries(p, Work(p, Config::kHeads)).count};
   const auto after = [](int stage) { return stage == Config::kStages - 1 ? 0 : stage + 1; };
-  // The steps before step 0 only issue copies, so that the code for them exists once.
+  q.load(p, s, Work(p, Config::kHeads));  // in flight while the entries are listed
+  // The steps before step 0 only start copies, so that the code for lists exists once.
   HOPWELL_NO_UNROLL
   for (int step = 1 - Config::kStages, stage = 0, free = 0; step < 0 || step < copies.steps; ++step) {
     if (step >= 0) {
       arch::cp_async_wait<Config::kStages - 2>();
       arch::syncthreads();
     }
-    copies.issue(free);
+    const auto later = copies.next_step(free);
     free = after(free);
-    if (step < -1) continue;
     if (step < 0) {
+      copies.start(later, 0), copies.start(later, 1);
+      arch::cp_async_commit();
+      if (step < -1) continue;
       if (copies.steps == 0) break;
-      q.load(p, s, Work(p, Config::kHeads));
       if constexpr (Config::kFp16) {
-        arch::syncthreads();
         q.convert(s);
         of.up = Query<Config>::unit_of(s, of.head).up;
       }
       scale_log2 = p.scale_log2 * p.kv_scale_factor();
       continue;
     }
-    const bool exact = multiply_keys(p, s, stage, q);
+    const bool exact = multiply_keys(p, s, stage, q, copies, later);
+    arch::cp_async_commit();
     arch::syncthreads();
     softmax(s, stage, scale_log2, of);
     arch::syncthreads();
@@ -81,11 +83,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
 
 template <class RowsOfFormat>
 SplitKernel split_kernel(int heads) {
-  return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
+  const auto kernel = [&]<int kHeads>() -> SplitKernel {
     using Config = SplitConfig<RowsOfFormat, kHeads>;
     static_assert(sizeof(SplitStorage<Config>) <= 99 * 1024);
     return {sparse_mla_decode_split<Config>, Config::kThreads, sizeof(SplitStorage<Config>)};
-  });
+  };
+  if constexpr (RowsOfFormat::kHasCodes)
+    return runtime::with_constant<8, 16, 32>(heads, kernel);
+  else
+    return runtime::with_constant<8, 16>(heads, kernel);
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

@@ -40,11 +40,15 @@ HOPWELL_DEVICE void rescale(const SplitStorage<Config>& s, Output<Config>& out) 
 // P of 16 keys and all heads as operand B.
 template <class Config>
 HOPWELL_DEVICE void load_p(const SplitStorage<Config>& s, int key, uint32_t (&b)[Config::kHeadBlocks][2]) {
-  const int lane = arch::lane_index(), head = Config::kHeadBlocks == 2 ? lane / 16 * 8 + lane % 8 : lane % 8;
-  uint32_t words[2 * Config::kHeadBlocks];
-  arch::ldmatrix(words, arch::shared_address(&s.p[head][key + lane / 8 % 2 * 8]));
+  constexpr int kBlocks = Config::kHeadBlocks == 1 ? 1 : 2;  // of a load
+  const int lane = arch::lane_index(), head = kBlocks == 2 ? lane / 16 * 8 + lane % 8 : lane % 8;
   HOPWELL_UNROLL
-  for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) b[n / 2][n % 2] = words[n];
+  for (int first = 0; first < Config::kHeadBlocks; first += kBlocks) {
+    uint32_t words[2 * kBlocks];
+    arch::ldmatrix(words, arch::shared_address(&s.p[8 * first + head][key + lane / 8 % 2 * 8]));
+    HOPWELL_UNROLL
+    for (int n = 0; n < 2 * kBlocks; ++n) b[first + n / 2][n % 2] = words[n];
+  }
 }
 
 // P as bf16, times `unit`.

@@ -239,9 +239,11 @@ HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scal
   return arch::ballot(!exact) == 0;
 }
 
-// Writes this warp's share of the scores of a step. Returns whether the scales of its block are exact.
+// Writes this warp's share of the scores of a step. Returns whether the scales of its block are exact. In between the
+// copies of a later step start: all at once would fill the queue of the load-store unit.
 template <class Config>
-HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q) {
+HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q,
+                                  const Copies<Config>& copies, const typename Copies<Config>::Step& later) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const bool plain = Row::is_plain(warp);
@@ -251,6 +253,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
     if (!plain) exact = load_scales(s, stage, scale);
   HOPWELL_UNROLL
   for (int key = 0; key < Config::kKeys; key += 16) {
+    copies.start(later, key / 16);
     ScoresOfWarp<Config> shares = {};
     if constexpr (Row::kHasRope)
       if (warp < 4) multiply_rope(s, stage, key, q, shares);
@@ -278,7 +281,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
 // ---- softmax ----------------------------------------------------------------------------------------------------------
 
 // A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over
-// the same keys for 8 and for 16 heads.
+// the same keys for any number of heads, and sums are added in pairs.
 template <class Config>
 struct SoftmaxOfHead {
   int head;  // of the tile
@@ -287,7 +290,8 @@ struct SoftmaxOfHead {
 
   HOPWELL_DEVICE Stats stats() const {
     float sum = sums[0];
-    if constexpr (Config::kHeadBlocks == 2) sum += sums[1];
+    if constexpr (Config::kHeadBlocks >= 2) sum += sums[1];
+    if constexpr (Config::kHeadBlocks == 4) sum += sums[2] + sums[3];
     return {row_max, tile::reduce<1, Config::kLanesOfHead / 2>(sum, tile::Plus{})};
   }
 };

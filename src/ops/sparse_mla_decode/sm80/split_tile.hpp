@@ -22,13 +22,13 @@ struct SplitConfig {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kKeys = 32, kListed = kThreads;  // keys of a step; entries that are listed at a time
-  static constexpr int kStages = TheRows::kHasCodes ? 3 : 2;
+  static constexpr int kStages = TheRows::kHasCodes && kHeads <= 16 ? 3 : 2;
   static constexpr int kStageBytes = kKeys * TheRows::kPitch;
   static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;  // elements; no bank conflicts
   static constexpr int kLanesOfHead = 32 / kHeadBlocks;           // in the softmax; each has kHeadBlocks keys
   static constexpr int kSteps = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, in the product of K and Q
-  // Two, except where a kernel needs more than 128 registers: 16 heads of V4, whose last block is bf16.
-  static constexpr int kCtasOfSm = kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7) ? 1 : 2;
+  // Two, except where a kernel needs more than 128 registers: 32 heads, and 16 heads of V4, whose last block is bf16.
+  static constexpr int kCtasOfSm = kHeads == 32 || (kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7)) ? 1 : 2;
   static constexpr bool kFp16 = TheRows::kHasCodes;                      // type of P and of Q, but for plain blocks
   static constexpr float kScaleUnit = TheRows::kHasScales ? 0x1p8F : 1;  // factor of scales as fp16
 };
@@ -54,7 +54,7 @@ struct SplitStorage {
 template <class Config>
 struct Copies {
   using Row = typename Config::Row;
-  static constexpr int kThreadsOfRow = Config::kThreads / Config::kKeys;
+  static constexpr int kThreadsOfRow = 16, kRowsAtOnce = Config::kThreads / kThreadsOfRow;
 
   const SplitParams& p;
   SplitStorage<Config>& s;
@@ -89,17 +89,29 @@ struct Copies {
     arch::syncthreads();
   }
 
-  // Starts the copies of the next step's keys, if there is one. All threads call it.
-  HOPWELL_DEVICE void issue(int stage) {
+  // The copies of a step's keys, which start in two parts.
+  struct Step {
+    uint32_t to;  // of the stage
+    int first;    // row of the list
+    bool exists;
+  };
+
+  // Prepares the copies of the next step's keys, if there is one. All threads call it.
+  HOPWELL_DEVICE Step next_step(int stage) {
     while (taken >= listed && next < count) list();
-    if (taken < listed) {
-      const int thread = arch::thread_index() % kThreadsOfRow, row = arch::thread_index() / kThreadsOfRow;
-      copy_row(arch::shared_address(s.stages[stage]) + uint32_t(row * Row::kPitch), taken + row, thread);
+    const Step step{arch::shared_address(s.stages[stage]), taken, taken < listed};
+    if (step.exists) {
       const int left = listed - taken;
       if (arch::thread_index() == 0) s.keys[stage] = left < Config::kKeys ? left : Config::kKeys;
       taken += Config::kKeys, ++steps;
     }
-    arch::cp_async_commit();
+    return step;
+  }
+  HOPWELL_DEVICE void start(const Step& step, int part) const {
+    static_assert(Config::kKeys == 2 * kRowsAtOnce);
+    const int thread = arch::thread_index() % kThreadsOfRow,
+              row = part * kRowsAtOnce + arch::thread_index() / kThreadsOfRow;
+    if (step.exists) copy_row(step.to + uint32_t(row * Row::kPitch), step.first + row, thread);
   }
 
   HOPWELL_DEVICE void copy_row(uint32_t to, int number, int thread) const {
@@ -111,7 +123,8 @@ struct Copies {
       if (p.rope_cache.data) {
         chunks = 2 * kDv / 16;
         const unsigned char* rope = valid ? s.second[number] : p.rope_cache.data;
-        arch::cp_async(to + uint32_t(Row::kRopeAt + 16 * thread), rope + 16 * thread, valid ? 16 : 0);
+        if (thread < 2 * (Row::kWidth - kDv) / 16)
+          arch::cp_async(to + uint32_t(Row::kRopeAt + 16 * thread), rope + 16 * thread, valid ? 16 : 0);
       }
     }
     HOPWELL_UNROLL
