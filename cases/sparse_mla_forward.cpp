@@ -127,6 +127,7 @@ Suite sparse_mla_forward() {
   };
   for (const auto& problems : {sparse_mla_problems(), sparse_mla_window_problems(), more_window_problems()})
     for (const auto& [name, problem] : problems) add(name, problem);
+  add("d_qk_512_long_rows_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 512, .topk = 530});  // Hopper: without boxes
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)
       choose_backends_of_groups(add("share_keys_" + name, problem, {.share_keys = true}), problem);
@@ -165,7 +166,7 @@ Suite sparse_mla_forward() {
   suite.subjects = {
       {"sparse_mla_forward_sm80", "emu:sm80", {"topk_127"}, 50, 6},
       {"sparse_mla_forward_sm80_window", "emu:sm80", {"window_127"}, 20, 6},
-      {"sparse_mla_forward_sm90", "emu:sm90", {"d_qk_512_h_q_100", "masks_h_q_40", "many_tiles"}, 3, 6},
+      {"sparse_mla_forward_sm90", "emu:sm90", {"d_qk_512_long_rows_h_q_40", "masks_h_q_40", "many_tiles"}, 3, 6},
       {"sparse_mla_forward_sm90_few_heads", "emu:sm90", {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"}, 3, 6},
       // Window keys: the kernels for few heads, also with unaligned rows, and for many with d_qk 576.
       {"sparse_mla_forward_sm90_window",

@@ -66,6 +66,7 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   if (problem.s_q == 0) return;
   trim_rows(problem, plan.trimmed, workspace, stream);
   const auto selection = selection_of(problem, plan.trimmed, workspace);
+  if (launch_with_boxes(problem, plan, selection, stream)) return;
   if (problem.window) return launch_with_window(problem, plan, selection, stream);
   runtime::with_constant<576, 512>(
       problem.d_qk, [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, selection, workspace, stream); });

@@ -58,7 +58,11 @@ void launch_for_heads(const Problem& problem, const Plan& plan, const KernelPara
     launch_kernel<many_heads::SharedStorage<kDqk, KernelParams>>(problem, plan, p, stream);
 }
 
-// In sm90/window.cu, so that kernels with window keys compile at the same time as the others.
+// In sm90/window.cu, so that these kernels compile at the same time as the others.
+// The kernel with tensor copies for 64 heads and d_qk 512, with or without window keys. Returns false, and launches
+// nothing, if it does not support the call.
+bool launch_with_boxes(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection, Stream stream);
+// The other kernels with window keys.
 void launch_with_window(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
                         Stream stream);
 
