@@ -278,6 +278,20 @@ TEST(SparseMlaBackwardPlan, DeterministicDqDependsOnItsRowAlone) {
           }
 }
 
+// A row that ascends begins with entries that are not valid if its query has a k_start.
+TEST(SparseMlaBackwardPlan, DeterministicRowsWithAStartAreOrderedDespiteTheHint) {
+  static const std::int32_t number = 0;  // is not read
+  Problem p = problem_of(5, 64, 1024, 80, 132);
+  p.deterministic = p.indices_ascending = true, p.selection.indices = &number;
+  EXPECT_FALSE(make_plan(p, kHopper).orders_rows);
+  p.selection.visibility.k_start = p.selection.visibility.k_end = &number;
+  EXPECT_TRUE(make_plan(p, kHopper).orders_rows);
+  p.deterministic = false;
+  EXPECT_FALSE(make_plan(p, kHopper).orders_rows);
+  p.deterministic = true, p.selection.indices = nullptr;  // the entries are the visible keys
+  EXPECT_FALSE(make_plan(p, kHopper).orders_rows);
+}
+
 // One CTA does not clear the sums of all keys.
 TEST(SparseMlaBackwardPlan, FewQueriesDoNotClearSumsWhileTheyAreOrdered) {
   const auto clears = [](std::int64_t s_q) {

@@ -100,7 +100,9 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
       needs_dkv_accum(p) && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
   const bool for_bits = p.deterministic && (p.dq || needs_dkv_accum(p)) && p.topk > 0;
   plan.ascending = p.s_q > 0 && (for_speed || for_bits);
-  plan.orders_rows = plan.ascending && !p.indices_ascending;
+  // Entries before a query's k_start are not valid. Ordered rows do not have them, so dq is summed in other steps.
+  const bool begins_later = p.selection.indices != nullptr && p.selection.visibility.k_start != nullptr;
+  plan.orders_rows = plan.ascending && (!p.indices_ascending || (for_bits && begins_later));
   plan.order_clears_dkv_accum = plan.orders_rows && p.s_q >= p.device.sms;
   // The steps of all CTAs are counted in one int32.
   const std::int64_t steps =
