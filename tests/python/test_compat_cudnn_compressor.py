@@ -9,6 +9,7 @@ import pytest
 import torch
 from hopwell.compat.cudnn import CSA
 from support import norm_error
+from torch_inputs import RESTRIDES, Restride, restrided
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 LENGTHS = [9, 0, 3, 17, 4]  # one is empty, one shorter than a block, and tails
@@ -95,6 +96,22 @@ def test_bad_input_names_the_argument(changes: dict[str, Any], message: str) -> 
             continue
         with pytest.raises(ValueError, match=f"^csa_compressor_{name}_wrapper: {message}"):
             getattr(CSA, f"csa_compressor_{name}_wrapper")(**(more | given))
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_tensors_of_any_strides(restride: Restride) -> None:
+    """Results have the bits of contiguous tensors."""
+    cu_seqlens, cu_comp = offsets(4)
+    shapes = (sum(LENGTHS), 16), (sum(LENGTHS), 16), (4, 16), (int(cu_comp[-1]), 8)
+    kv, score, ape, grad_out = (torch.randn(*shape) for shape in shapes)
+    given = kv, score, ape, cu_seqlens, cu_comp, grad_out
+    results = [
+        [*CSA.csa_compressor_forward_wrapper(*x[:5]), *CSA.csa_compressor_backward_wrapper(*x)]
+        for x in (given, restrided(restride, *given))
+    ]
+    assert len(results[0]) == 4
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_callers_of_the_front_end_find_it(monkeypatch: pytest.MonkeyPatch) -> None:

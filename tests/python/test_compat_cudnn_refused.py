@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_inputs import strided
 from hopwell.compat.cudnn import DSA, TupleDict
 from torch import Tensor
+from torch_inputs import RESTRIDES, Restride, restrided
 
 Q, K, W, E = torch.zeros(2, 4, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 4, 3), torch.zeros(2, 4, 6)
 ENTRIES, F8 = torch.zeros(2, 4, 6, dtype=torch.int32), Q.to(torch.float8_e4m3fn)
@@ -213,6 +215,31 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ("indexer_backward_wrapper", {"index_score": E[..., :5]}, r"index_score must be \[B=2, S_q=4, topk=6\]"),
         (
             "indexer_backward_wrapper",
+            {"weights": W.bfloat16(), "d_weights": W},
+            "d_weights must be torch.bfloat16; got torch.float32",
+        ),
+        (
+            "indexer_backward_wrapper",
+            {"weights": W.bfloat16(), "d_weights": W.half(), "backend": "sm100_v2"},
+            "d_weights must be torch.bfloat16 or torch.float32; got torch.float16",
+        ),
+        (
+            "indexer_backward_wrapper",
+            {"attn_score": strided(2, 4, 6)},
+            r"attn_score must be contiguous; got strides \[48, 12, 2\]",
+        ),
+        (
+            "indexer_backward_wrapper",
+            {"index_score": E.mT.contiguous().mT},
+            r"index_score must be contiguous; got strides \[24, 1, 4\]",
+        ),
+        (
+            "dense_indexer_backward_wrapper",
+            {"weights": W.bfloat16(), "d_weights": W},
+            "d_weights must be torch.bfloat16; got torch.float32",
+        ),
+        (
+            "indexer_backward_wrapper",
             {"d_index_q": Q.double()},
             "d_index_q must be torch.float32; got torch.float64",
         ),
@@ -249,13 +276,49 @@ def test_what_is_changed_there_is_right_otherwise(wrapper: str) -> None:
     assert isinstance(getattr(DSA, wrapper)(**call), TupleDict)
 
 
+@pytest.mark.parametrize("restride", RESTRIDES)
+@pytest.mark.parametrize("wrapper", sorted(CALLS.keys() - {"sparse_attention_forward_wrapper"}))
+def test_arguments_of_any_strides(wrapper: str, restride: Restride) -> None:
+    """Results have the bits of contiguous tensors. Only the scores of one wrapper must be contiguous."""
+    call = {
+        name: (torch.rand(x.shape) if x.is_floating_point() else torch.randint(0, 5, x.shape, dtype=x.dtype))
+        if isinstance(x, Tensor)
+        else x
+        for name, x in CALLS[wrapper].items()
+    }
+    if wrapper == "sparse_attention_backward_wrapper":
+        call["topk_length"] = torch.tensor([6, 0, 3, 2], dtype=torch.int32)
+    changed = dict(zip(call, restrided(restride, *call.values()), strict=True))
+    if wrapper == "indexer_backward_wrapper":
+        changed |= {name: call[name].clone() for name in ("attn_score", "index_score")}
+    results = [getattr(DSA, wrapper)(**given) for given in (call, changed)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_sparse_attention_of_any_strides(restride: Restride) -> None:
+    """It has gradients, and needs 512 columns."""
+    given = [torch.randn(*shape).requires_grad_() for shape in ((4, 3, 512), (5, 512), (3,))]
+    given += [torch.randint(-1, 5, (4, 6), dtype=torch.int32), torch.tensor([6, 0, 3, 2], dtype=torch.int32)]
+    results = []
+    for q, kv, sink, entries, lengths in (given, restrided(restride, *given)):
+        made = DSA.sparse_attention(q, kv, entries, sink, topk_length=lengths)
+        results.append([*made, *torch.autograd.grad(made["out"].square().sum(), (q, kv, sink))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_refused_argument_leaves_the_scores_as_they_are() -> None:
     for wrapper, overwritten in (
         ("indexer_backward_wrapper", "attn_score"),
         ("dense_indexer_backward_wrapper", "index_score"),
     ):
         scores = torch.rand(CALLS[wrapper][overwritten].shape)
-        for change in ({"d_weights": W.double()}, {"index_q": Q.double()}, {"index_k": K[:, :, 0].bfloat16()}):
+        changes = [{"d_weights": W.double()}, {"index_q": Q.double()}, {"index_k": K[:, :, 0].bfloat16()}]
+        if wrapper == "indexer_backward_wrapper":
+            changes.append({"index_score": strided(2, 4, 6)})
+        for change in changes:
             call = {**CALLS[wrapper], overwritten: scores.clone(), **change}
             with pytest.raises(ValueError, match=f"^{wrapper}: {next(iter(change))} must be"):
                 getattr(DSA, wrapper)(**call)

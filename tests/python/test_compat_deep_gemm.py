@@ -15,6 +15,7 @@ from hopwell.compat.deep_gemm import (
 )
 from support import norm_error
 from torch import Tensor
+from torch_inputs import RESTRIDES, Restride, restrided
 
 
 def inputs(s_q: int, s_kv: int, heads: int, d: int) -> dict[str, Any]:
@@ -106,6 +107,14 @@ def test_other_dtypes_of_queries_and_keys(dtype: torch.dtype) -> None:
     call["q"] = torch.randn(8, 4, 16).to(dtype)
     call["kv"] = torch.randn(20, 16).to(dtype), torch.rand(20)
     assert_logits(fp8_mqa_logits(**call), plain(call))
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_tensors_of_any_strides(restride: Restride) -> None:
+    q, (k, scales), *others = inputs(7, 12, 4, 32).values()
+    logits = fp8_mqa_logits(q, (k, scales), *others)
+    q, k, scales, *others = restrided(restride, q, k, scales, *others)
+    assert torch.equal(fp8_mqa_logits(q, (k, scales), *others), logits)
 
 
 def test_nothing_to_do_and_nothing_to_see() -> None:

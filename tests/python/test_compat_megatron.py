@@ -11,6 +11,7 @@ import torch
 from hopwell.compat import megatron
 from support import norm_error
 from torch import Tensor
+from torch_inputs import RESTRIDES, Restride, restrided
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,6 +252,30 @@ def test_everything_in_one(dtype: torch.dtype, use_relu: bool, sparse_loss: bool
         case.assert_gradients(output, expected, "query key up_v_weight", (d_out, d_out.double()))
         grads = torch.autograd.grad(loss, [case.leaves["query"], case.leaves["key"]], allow_unused=True)
         assert grads == (None, None)
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_tensors_of_any_strides(restride: Restride) -> None:
+    """Results and gradients are those of contiguous tensors."""
+    case, results = Case(), []
+    entries, lengths = torch.randint(-1, 9, (2, 9, 6), dtype=torch.int32), torch.randint(0, 7, (2, 9)).int()
+    rows, contiguous, bounds = torch.rand(2, 9) > 0.5, case.leaves, (case.starts, case.ends)
+    for change in (lambda *x: list(x), lambda *x: restrided(restride, *x)):
+        case.leaves = dict(zip(contiguous, change(*contiguous.values()), strict=True))
+        case.starts, case.ends = change(*bounds)
+        table, counts, valid = change(entries, lengths, rows)
+        x, options = case.leaves, {"query_valid_rows": valid}
+        made = [case.top_k()]
+        loss = case.top_k_with_loss(query=x["query"].detach(), key=x["key"].detach(), **options)[2]
+        made.append([loss, *torch.autograd.grad(loss, [x[name] for name in ("q", "k", "weights")])])
+        out = megatron.run_fused_absorbed_sparse_attention(x["query"], x["key"], table, SCALE, LATENT, counts)
+        made.append([out, *torch.autograd.grad(out.square().sum(), [x["query"], x["key"]])])
+        for sparse_loss in (True, False):
+            output, loss = case.whole(sparse_loss=sparse_loss, **options)
+            made.append([output, loss, *torch.autograd.grad(output.square().sum() + loss, list(x.values()))])
+        results.append([tensor for tensors in made for tensor in tensors])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # PyTorch computes the up-projection
 
 
 def test_no_loss_where_none_is_asked_for_or_gradients_are_off() -> None:

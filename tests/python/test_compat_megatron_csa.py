@@ -1,5 +1,6 @@
 """Megatron-LM's hooks for DeepSeek-V4's attention, against float64 formulas of one query and their autograd."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from hopwell.compat import megatron
 from support import norm_error
 from torch import Tensor
+from torch_inputs import RESTRIDES, Restride, restrided
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 
@@ -246,6 +248,49 @@ def test_attention_over_given_entries(with_length: bool, is_thd: bool, dtype: to
     for mine, reference in zip(found[:2], wanted[:2], strict=True):
         assert norm_error(mine, reference) < tolerance
     assert norm_error(found[2], wanted[2]) < 3 * tolerance  # a sum of terms of either sign over all rows
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_tensors_of_any_strides(restride: Restride) -> None:
+    """Results and gradients have the bits of contiguous tensors."""
+    pack = Pack([S, 9])
+    x, (kv_full, cu_full) = pack.given, full(pack)
+    kv_full = kv_full.detach().requires_grad_()
+    window = window_entries(pack.lengths, pack.total)
+    offsets = {"cu_seqlens_q": pack.cu, "cu_seqlens_kv": pack.cu, "cu_seqlens_kv_full": cu_full}
+    offsets |= {"cu_seqlens_compressed_idx": pack.cu_keys}
+    batch = [torch.randn(*shape).requires_grad_() for shape in ((8, B, HEADS, D), (10, B, D), (HEADS,))]
+    index_shapes = (8, B, H_INDEX, D_INDEX), (2, B, D_INDEX), (8, B, H_INDEX)
+    index = [torch.randn(*shape).requires_grad_() for shape in index_shapes]
+    entries = torch.randint(-1, 10 * B, (8 * B, 6), dtype=torch.int32)
+    pooled = [torch.randn(*shape).requires_grad_() for shape in ((26, 1, 16), (26, 1, 16), (RATIO, 16))]
+    pooled += [torch.tensor([0, 9, 24]).int(), torch.tensor([0, 2, 5]).int()]
+
+    def packed(*given: Tensor, sparse: bool) -> Any:
+        settings = TOPK, RATIO, SCALE, INDEX_SCALE, 0.7, sparse
+        return megatron.fused_csa_indexer_sparse_attn(*given[:7], *settings, compressed_kv=given[7], **offsets)
+
+    def in_batch(*given: Tensor) -> Any:
+        return megatron.fused_csa_indexer_sparse_attn(*given, TOPK, RATIO, SCALE, INDEX_SCALE, 0.7, kv_offset=8)
+
+    of_pack = [x["query"], kv_full, x["sink"], window, x["q"], x["k"], x["weights"], x["compressed"].detach()]
+    calls: list[tuple[Any, list[Tensor]]] = [
+        (functools.partial(packed, sparse=True), of_pack),
+        (functools.partial(packed, sparse=False), of_pack),
+        (in_batch, [*batch, window_entries([8], 8).expand(B, -1, -1), *index]),
+        (lambda *x: megatron.indexer_topk(*x, TOPK, RATIO), index),
+        (lambda *x: [megatron.csa_sparse_attn(*x[:4], SCALE, x[4])], [*batch, entries, torch.randint(0, 7, (16,))]),
+        (lambda *x: [megatron.maybe_compress_thd_fused(*x, 5, RATIO, 8, 2)], pooled),
+    ]
+    for function, given in calls:
+        results = []
+        for tensors in (given, restrided(restride, *given)):
+            made = list(function(*tensors))
+            totals = [tensor.square().sum() for tensor in made if tensor.requires_grad]
+            learned = [tensor for tensor in tensors if tensor.requires_grad]
+            results.append(made + (list(torch.autograd.grad(sum(totals), learned)) if totals else []))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("coff", [1, 2])

@@ -1,6 +1,7 @@
 """`hopwell.compat.tilelang` against plain PyTorch in float64, called as slime's and Miles' plug-ins call it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hopwell.compat.tilelang import (
     v4_lighting_indexer,
 )
 from torch import Tensor
+from torch_inputs import RESTRIDES, Restride, restrided
 
 CU_SEQLENS = torch.tensor([0, 1, 9, 9, 24], dtype=torch.int32)
 
@@ -294,6 +296,50 @@ def test_attention_with_sinks_of_nothing() -> None:
     q, kv, sink = torch.randn(2, 0, 4, 16), torch.randn(2, 5, 16), torch.zeros(4)
     assert sparse_attn_tilelang(q, kv, sink, torch.zeros(2, 0, 3, dtype=torch.int32)).shape == q.shape
     assert sparse_attn_tilelang(q[:0], kv[:0], sink, torch.zeros(0, 0, 3, dtype=torch.int32)).shape == (0, 0, 4, 16)
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_tensors_without_influence_get_gradients_of_zeros(n: int) -> None:
+    """No sequences, or rows without a valid entry."""
+    attention = [torch.randn(*shape).requires_grad_() for shape in ((n, 3, 4, 16), (n, 5, 16), (4,))]
+    sparse_attn_tilelang(*attention, torch.full((n, 3, 6), -1, dtype=torch.int32)).sum().backward()
+    heads = [torch.randn(*shape).requires_grad_() for shape in ((n, 3, 4, 16), (n, 5, 1, 16))]
+    SparseMLA.apply(*heads, torch.full((n, 3, 1, 6), -1, dtype=torch.int32), 0.3, 16)[0].sum().backward()
+    index = [torch.randn(*shape).requires_grad_() for shape in ((3, n, 4, 8), (5, n, 8), (3, n, 4))]
+    bounds = torch.zeros(3, dtype=torch.int32)
+    scores, _ = v4_lighting_indexer(*index, 4, 2, cu_seqlen_ks=bounds, cu_seqlen_ke=bounds)
+    scores.masked_fill(scores == -math.inf, 0.0).sum().backward()
+    for x in (*attention, *heads, *index):
+        assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_tensors_of_any_strides(restride: Restride) -> None:
+    """Results and gradients have the bits of contiguous tensors."""
+    entries = torch.randint(-1, 11, (2, 7, 6), dtype=torch.int32)
+    q, kv, sink = (torch.randn(*shape).requires_grad_() for shape in ((2, 7, 4, 16), (2, 11, 16), (4,)))
+    index = [torch.randn(*shape).requires_grad_() for shape in ((7, 2, 3, 8), (11, 2, 8), (7, 2, 3))]
+    bounds = [torch.randint(*ends, (7,), dtype=torch.int32) for ends in ((0, 3), (6, 12))]
+    of_one = [x.detach()[:, 0].requires_grad_() for x in index]
+    groups, keys = entries.transpose(0, 1).contiguous(), torch.randn(11, 2, 16).requires_grad_()
+    calls: list[tuple[Any, list[Tensor]]] = [
+        (sparse_attn_tilelang, [q, kv, sink, entries]),
+        (lambda *x: sparse_attn_tilelang(*x, None, True)[1].detach(), [q, kv, sink, entries]),
+        (sparse_mqa_target_fwd_interface, [q, kv, entries, torch.rand(2, 7, 4)]),
+        (lambda *x: SparseMLA.apply(*x, 0.3, 12)[0], [torch.randn(7, 4, 16).requires_grad_(), keys, groups]),
+        (lambda *x: lighting_indexer(*x, 4)[0].exp(), [*of_one, *bounds]),
+        (lambda *x: lighting_indexer(*x[:5], 6, x[5])[0].exp(), [*of_one, *bounds, entries[0]]),
+        (lambda *x: v4_lighting_indexer(*x, 2, 3)[0].exp(), index),
+        (lambda *x: batched_indexer_fwd(*x).exp(), [*index, *bounds]),
+    ]
+    for function, given in calls:
+        results = []
+        for tensors in (given, restrided(restride, *given)):
+            out, learned = function(*tensors), [x for x in tensors if x.requires_grad]
+            gradients = torch.autograd.grad(out.square().sum(), learned) if out.requires_grad else ()
+            results.append([out, *gradients])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

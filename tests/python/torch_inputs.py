@@ -1,6 +1,6 @@
 """Random inputs of the operators in PyTorch, and the allowed differences of gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,25 @@ from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
+
+
+def every_second(x: Tensor) -> Tensor:
+    """Returns x with a stride of 2 in its last dimension. The elements between are not zeros."""
+    return torch.stack([x, torch.ones_like(x)], -1)[..., 0]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Returns x with the first dimension contiguous. PyTorch's operators keep these strides in their results."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+Restride = Callable[[Tensor], Tensor]
+RESTRIDES: list[Restride] = [every_second, transposed]
+
+
+def restrided(restride: Restride, *values: Any) -> list[Any]:
+    """Copies of the tensors with other strides, and the other values. A copy of a leaf is a leaf."""
+    return [restride(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values]
 
 
 def sparse_inputs(dtype: torch.dtype = torch.float32, d_qk: int = 20, topk: int = 13) -> dict[str, Any]:

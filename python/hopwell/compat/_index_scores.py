@@ -5,6 +5,8 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
+from ._tensors import in_rows
+
 _SCORES_AT_A_TIME = 1 << 24
 
 
@@ -14,8 +16,10 @@ def rows_at_a_time(width: int) -> int:
 
 
 def as_int32(numbers: Tensor, end: int) -> Tensor:
-    """Converts entries, lengths or bounds of keys to int32. int64 numbers are clamped to −1 … end first."""
-    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int()
+    """Converts entries, lengths or bounds of keys to int32 with a contiguous last dimension. int64 numbers are clamped
+    to −1 … end first.
+    """
+    return in_rows(numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int())
 
 
 def write_index_scores(
@@ -38,6 +42,7 @@ def write_index_scores(
     """
     if q.dtype == torch.float8_e4m3fn:
         q, k = q.bfloat16(), k.bfloat16()
+    q, k, weights, start, end = in_rows(q), in_rows(k), in_rows(weights), in_rows(start), in_rows(end)
     s_kv, width = len(k), out.shape[1]
     column = torch.arange(width, device=out.device, dtype=torch.int32)
     if from_start:

@@ -10,6 +10,7 @@ from hopwell.torch import key_ranges, ops
 
 from .._checks import INTEGERS, integer, require
 from ._index_scores import as_int32
+from ._tensors import in_rows
 
 _MOST_VALUE_COLUMNS = 512
 _FLOATS = torch.bfloat16, torch.float32
@@ -42,12 +43,12 @@ def csa_sparse_attn(
     rows, d = query.shape[:-2], query.shape[-1]
     fits = kv.ndim == query.ndim - 1 and kv.shape[1:-1] == rows[1:] and kv.shape[-1] == d
     require(fits, name, "kv", "[total_kv, d]" if is_thd else "[s_kv, b, d] like query", kv)
-    flat, keys = query.flatten(0, -3), kv.flatten(0, -2)
+    flat, keys = in_rows(query.flatten(0, -3)), in_rows(kv.flatten(0, -2))
     _check_entries(name, "topk_idxs", topk_idxs, len(flat))
     lengths = None if topk_length is None else as_int32(topk_length, topk_idxs.shape[1])
     out, _, _ = ops.sparse_mla(
         *(flat, keys, as_int32(topk_idxs, len(keys)), softmax_scale, min(d, _MOST_VALUE_COLUMNS)),
-        attn_sink=attn_sink.float(),
+        attn_sink=in_rows(attn_sink.float()),
         topk_length=lengths,
     )
     return out.reshape(*rows, -1)
@@ -86,6 +87,7 @@ def _visible(
 def _select(q: Tensor, k: Tensor, weights: Tensor, topk: int, k_start: Tensor, k_end: Tensor) -> tuple[Tensor, Tensor]:
     """The selected keys of each query, counted from its k_start, int32 [s_q, topk], and how many there are."""
     most = min(topk, len(k))
+    q, k, weights = in_rows(q), in_rows(k), in_rows(weights)
     with torch.no_grad():
         chosen, scores = ops.lightning_indexer(q, k, weights, most, k_start=k_start, k_end=k_end)
         chosen = torch.where((chosen < 0) | (scores == -torch.inf), -1, chosen - k_start[:, None])
@@ -262,7 +264,9 @@ def fused_csa_indexer_sparse_attn(
     _check_index(name, q_indexer, k_indexer, weights, packed)
     fits = q_indexer.shape[:-2] == query.shape[:-2]
     require(fits, name, "q_indexer", f"{list(query.shape[:-2])}, … like query", q_indexer)
-    scaled, sink, rows = weights.float() * indexer_softmax_scale, attn_sink.float(), query.shape[:-2]
+    query, kv_full, sink, rows = in_rows(query), in_rows(kv_full), in_rows(attn_sink.float()), query.shape[:-2]
+    q_indexer, k_indexer = in_rows(q_indexer), in_rows(k_indexer)
+    scaled = in_rows(weights.float() * indexer_softmax_scale)
     coefficient = float(loss_coeff) / (1 if calculate_per_token_loss else max(rows.numel(), 1))
     row_weights = torch.full((len(query),), coefficient, dtype=torch.float32, device=query.device)
     padding: Tensor | None = None
@@ -289,7 +293,7 @@ def fused_csa_indexer_sparse_attn(
         window = torch.where(window_idxs < 0, -1, window_idxs + base)
         offset = (base + cu_seqlens_kv.diff()[segment][:, None]).int()
         ranges = _visible(cu_seqlens_q, cu_seqlens_compressed_idx, ratio, len(query))
-        attention = query, kv_full, window, offset, compressed_kv
+        attention = query, kv_full, window, offset, in_rows(compressed_kv)
         sequences = [_Sequence(*attention, q_indexer, k_indexer, scaled, *ranges, row_weights)]
     else:
         _check_entries(name, "window_idxs", window_idxs, query.shape[1], len(query))
@@ -345,11 +349,11 @@ def maybe_compress_thd_fused(
     if ratio < 1 or ape.shape != (ratio, coff * head_dim) or total_comp <= 0 or len(kv) < ratio:
         return None
     out = ops.kv_compress(
-        *(kv[:, 0], score[:, 0], ratio),
-        position_bias=ape,
+        *(in_rows(kv[:, 0]), in_rows(score[:, 0]), ratio),
+        position_bias=in_rows(ape),
         overlap=coff == 2,
-        cu_seqlens=cu_seqlens.int(),
-        cu_compressed=cu_seqlens_comp.int(),
+        cu_seqlens=in_rows(cu_seqlens.int()),
+        cu_compressed=in_rows(cu_seqlens_comp.int()),
     )
     if total_comp > len(out):
         out = torch.nn.functional.pad(out, (0, 0, 0, total_comp - len(out)))

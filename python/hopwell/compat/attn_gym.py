@@ -8,6 +8,9 @@ the version with cu_seqlens. Earlier versions have `doc_ids` in its place, and u
 key or sink. Selected entries are counted in the query's document, and entries outside it are ignored. With cu_seqlens,
 `out` and gradients of the rows after the last document are 0.
 
+Tensors may have any strides. A tensor is copied if its last dimension is not contiguous, and on GPUs if its rows are
+not aligned to 16 bytes. With a sliding_window_size of 0 local_kv gets a gradient of zeros.
+
 Differences: `impl` and `kernel_options` are checked and choose nothing, because Hopwell chooses its own backend; CPU
 tensors work with each. lse carries no gradient, also with impl="reference". query is bfloat16, on the CPU float32 too.
 GPUs take a head_dim of 512. Heads with keys of their own are one call a head. The gradients have the same bits every
@@ -25,6 +28,7 @@ from hopwell.torch import key_ranges, ops
 
 from .._checks import INTEGERS, integer, require, require_one_device, require_sizes
 from ._index_scores import as_int32
+from ._tensors import in_rows, with_zero_gradients
 
 __all__ = ["AuxRequest", "GatherAttnAux", "gather_attn"]
 
@@ -96,10 +100,11 @@ def gather_attn(
     require(chosen == "fused" or not kernel_options, _NAME, "kernel_options", without, kernel_options)
     require(scale is None or scale > 0, _NAME, "scale", "above 0", scale)
     _check(query, local_kv, sparse_kv, kv_indices, attention_sink)
+    query, local_kv, sparse_kv = in_rows(query), in_rows(local_kv), in_rows(sparse_kv)
     batch, heads, s, d = query.shape
     ranges, indices = _documents(query, sparse_kv, kv_indices, cu_seqlens, cu_seqlens_k)
     factor = d**-0.5 if scale is None else float(scale)
-    sink = None if attention_sink is None else attention_sink.float()
+    sink = None if attention_sink is None else in_rows(attention_sink.float())
 
     def attend(i: int, own: slice) -> tuple[Tensor, Tensor]:
         """The attention of sequence i for the heads `own`, which share keys: [s, heads, d] and lse [s, heads]."""
@@ -115,6 +120,8 @@ def gather_attn(
     own_heads = [slice(0, heads)] if sparse_kv.shape[1] == 1 else [slice(h, h + 1) for h in range(heads)]
     results = [[attend(i, own) for own in own_heads] for i in range(batch)]
     out, lse = (_stacked([[result[part] for result in of_heads] for of_heads in results]) for part in (0, 1))
+    if window == 0:
+        out = with_zero_gradients(out, local_kv)
     if return_aux is None:
         return out
     return out, GatherAttnAux(_with_sink(lse, sink) if return_aux.lse else None)

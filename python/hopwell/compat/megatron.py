@@ -32,12 +32,13 @@ the modules `flash_mla` and `cudnn` (with `DSA`) can be imported and the GPU is 
 the loss over all keys at ratio 4. The functions here have none of these limits: `hopwell.compat.flash_mla` and
 `hopwell.compat.cudnn` may stand in for the two modules in `sys.modules`. Arguments, layouts, entries and results are
 the same as in `fused_sparse_attention.py` and `fused_compressor.py`. Differences: the functions run on GPUs from Ampere
-on and on the CPU, where they take float32 too. Selected entries are in ascending order. The indexer's weights times its
-scale are not rounded to bf16. Lengths of the longest segment are not used. `fused_csa_indexer_sparse_attn` computes the
-indexer's gradients in the backward; with a loss_coeff of 0 they are zeros. For the loss over all keys it runs two more
-forwards, one over the window and one over all visible compressed keys. A `topk_length` beside an `indexer_topk` is
-allowed. `maybe_compress_thd_fused` takes any ratio, and also runs where PyTorch is told to be deterministic. It returns
-None if it declines, and rows after the last key are 0. The other functions raise a ValueError that names the argument.
+on and on the CPU, where they take float32 too. Tensors may have any strides. Selected entries are in ascending order.
+The indexer's weights times its scale are not rounded to bf16. Lengths of the longest segment are not used.
+`fused_csa_indexer_sparse_attn` computes the indexer's gradients in the backward; with a loss_coeff of 0 they are zeros.
+For the loss over all keys it runs two more forwards, one over the window and one over all visible compressed keys. A
+`topk_length` beside an `indexer_topk` is allowed. `maybe_compress_thd_fused` takes any ratio, and also runs where
+PyTorch is told to be deterministic. It returns None if it declines, and rows after the last key are 0. The other
+functions raise a ValueError that names the argument.
 
 Not here: `FusedCSAIndexerSparseAttnFromTopkFunc`, for context-parallel packed training, and `build_flat_topk_idxs`.
 They remain Megatron-LM's own; with compact=True the latter needs cuDNN's front end on a GPU.
@@ -55,6 +56,7 @@ from hopwell.torch.nn._module import backward_may_follow
 from .._checks import INTEGERS, require
 from ._index_scores import as_int32
 from ._megatron_csa import csa_sparse_attn, fused_csa_indexer_sparse_attn, indexer_topk, maybe_compress_thd_fused
+from ._tensors import in_rows
 
 __all__ = [
     "csa_sparse_attn",
@@ -118,6 +120,7 @@ def _select(
     require(index_topk >= 0, "hopwell.compat.megatron", "index_topk", "at least 0", index_topk)
     s_q, b = q.shape[:2]
     topk = min(index_topk, len(k))
+    q, k, weights = in_rows(q), in_rows(k), in_rows(weights)
     indices = torch.empty(b, s_q, topk, dtype=torch.int32, device=q.device)
     lengths = torch.empty(b, s_q, dtype=torch.int32, device=q.device)
     k_start, k_end = (as_int32(bound, len(k)) for bound in (starts, ends))
@@ -142,7 +145,7 @@ def _row_weights(
     expected = f"[{s_q}], [1, {s_q}] or [{b}, {s_q}]"
     require(fits, "hopwell.compat.megatron", "query_valid_rows", expected, shape)
     rows = query_valid_rows.to(device).bool().expand(b, s_q).float()
-    return rows * (loss_coeff if is_sum else loss_coeff / rows.sum().clamp(min=1))
+    return in_rows(rows * (loss_coeff if is_sum else loss_coeff / rows.sum().clamp(min=1)))
 
 
 @dataclass
@@ -213,10 +216,11 @@ def _attend(
     query: Tensor, key: Tensor, indices: Tensor, lengths: Tensor | None, softmax_scale: float, v_channels: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention [s_q, b, heads, v_channels], differentiable in query and key, and each sequence's lse [s_q, heads]."""
+    query, key, indices = in_rows(query), in_rows(key), in_rows(indices)
     results = [
         ops.sparse_mla(
             *(query[:, i], key[:, i], indices[i], softmax_scale, v_channels),
-            topk_length=None if lengths is None else lengths[i],
+            topk_length=None if lengths is None else in_rows(lengths[i]),
         )
         for i in range(query.shape[1])
     ]
@@ -288,6 +292,7 @@ def run_fused_qk_topk_with_loss(
         return None
     if query.shape[:2] != q.shape[:2] or len(key) != len(k):
         return None
+    q, k, weights, query, key = in_rows(q), in_rows(k), in_rows(weights), in_rows(query), in_rows(key)
     indices, lengths = _select(q, k, weights, index_topk, starts, ends, use_relu)
     s_q, b = q.shape[:2]
     with torch.no_grad():
@@ -383,7 +388,8 @@ def run_fused_dsa_attention(
     if up_v_weight.ndim != 3 or up_v_weight.shape[::2] != (query.shape[2], v_channels):
         return None
 
-    index = q_indexer, k_indexer, indexer_weights
+    query, key = in_rows(query), in_rows(key)
+    index = in_rows(q_indexer), in_rows(k_indexer), in_rows(indexer_weights)
     indices, lengths = _select(*index, indexer_topk, varlen_starts, varlen_ends, use_relu)
     out, lse = _attend(query, key, indices, lengths, softmax_scale, v_channels)
     output = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight).flatten(2)

@@ -14,17 +14,18 @@ number of keys.
 
 Differences: `lighting_indexer` returns indices in ascending order and not by score (each index with its score); entries
 outside the keys are invalid too; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and
-of entries, any d_qk, host tensors and fp32. If the caller passes `topk_indices`, PyTorch computes their scores from
-gathered keys, some queries at a time: this needs more memory traffic than a selection and uses no kernel of Hopwell.
+of entries, any d_qk and strides, host tensors and fp32. If the caller passes `topk_indices`, PyTorch computes their
+scores from gathered keys, some queries at a time: this needs more memory traffic than a selection and uses no kernel of
+Hopwell.
 
 `sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are for DeepSeek-V4.
 They follow `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's `inference/kernel.py` calls
 its `sparse_attn` with the same arguments) and `veomni/ops/kernels/deepseek_v4` of github.com/ByteDance-Seed/VeOmni,
 which has bounds of keys in `v4_lighting_indexer` for packed documents (at 37f5947), `return_lse`, and the target of the
 indexer's loss, `sparse_mqa_target_fwd_interface` (at 80ed943). Keys are values too, each head has a sink logit without
-a value, and −1 is an invalid entry. In addition, Hopwell supports any number of heads, entries and d (512 on GPUs),
-host tensors and fp32; entries outside the keys are invalid. Results have the same bits every time on the CPU, and on
-GPUs with `torch.use_deterministic_algorithms`.
+a value, and −1 is an invalid entry. In addition, Hopwell supports any number of heads, entries and d (512 on GPUs), any
+strides, host tensors and fp32; entries outside the keys are invalid. Results have the same bits every time on the CPU,
+and on GPUs with `torch.use_deterministic_algorithms`.
 """
 
 import math
@@ -38,6 +39,7 @@ from hopwell.torch._packing import key_ranges
 
 from .._checks import require, require_shape
 from ._index_scores import as_int32, write_index_scores
+from ._tensors import in_rows, with_zero_gradients
 
 __all__ = [
     "SparseMLA",
@@ -61,11 +63,12 @@ def _attend_with_sinks(
     require_shape(function, "attn_sink", attn_sink, heads=heads)
     require_shape(function, "topk_idxs", topk_idxs, b=b, s=s, topk=None)
     scale = d**-0.5 if sm_scale is None else sm_scale
+    q, kv, attn_sink, topk_idxs = in_rows(q), in_rows(kv), in_rows(attn_sink), in_rows(topk_idxs)
     sequences = [ops.sparse_mla(q[i], kv[i], topk_idxs[i], scale, d, attn_sink=attn_sink) for i in range(b)]
     if b == 1:
         return sequences[0][0][None], sequences[0][2][None]
     if b == 0:
-        return q.clone(), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return with_zero_gradients(q.clone(), kv, attn_sink), q.new_empty(q.shape[:3], dtype=torch.float32)
     return torch.stack([out for out, _, _ in sequences]), torch.stack([lse for _, _, lse in sequences])
 
 
@@ -130,9 +133,10 @@ def sparse_mqa_target_fwd_interface(
     require_shape(function, "topk_idxs", topk_idxs, b=b, s=s, n=None)
     require_shape(function, "lse", lse, b=b, s=s, heads=heads)
     target = q.new_empty(topk_idxs.shape, dtype=torch.float32)
+    q, kv, topk_idxs, lse = in_rows(q), in_rows(kv), in_rows(topk_idxs), in_rows(lse * math.log(2))
     for i in range(b):
         scale = d**-0.5 if sm_scale is None else sm_scale
-        target[i] = ops.attention_distribution(q[i], kv[i], topk_idxs[i], lse[i] * math.log(2), scale)
+        target[i] = ops.attention_distribution(q[i], kv[i], topk_idxs[i], lse[i], scale)
     return target
 
 
@@ -147,7 +151,8 @@ class SparseMLA:
         heads of a group are adjacent. All tensors may have a batch dimension in front.
         """
         if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices) == 0:
-            return q.new_empty((*q.shape[:3], d_v)), q.new_empty(q.shape[:3], dtype=torch.float32)
+            out = with_zero_gradients(q.new_empty((*q.shape[:3], d_v)), q, kv)
+            return out, q.new_empty(q.shape[:3], dtype=torch.float32)
         if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices):
             outs, sums = zip(
                 *(SparseMLA.apply(*x, scaling, d_v) for x in zip(q, kv, indices, strict=True)), strict=True
@@ -165,6 +170,7 @@ class SparseMLA:
                 "SparseMLA.apply: kv_group must divide the heads of q and be the same in kv and indices;"
                 f" got {q.shape[1]} heads, {groups} groups of keys, {indices.shape[1]} of indices"
             )
+        q, kv, indices = in_rows(q), in_rows(kv), in_rows(indices)
         results = [
             ops.sparse_mla(heads, kv[:, group], indices[:, group], scaling, d_v)
             for group, heads in enumerate(q.chunk(groups, dim=1))
@@ -201,11 +207,13 @@ def lighting_indexer(
     require_shape("lighting_indexer", "index_q", index_q, s_q=None, h_index=None, d_index=None)
     require_shape("lighting_indexer", "weights", weights, s_q=len(index_q), h_index=index_q.shape[1])
     start, end = (as_int32(bound, len(index_k)) for bound in (cu_seqlen_ks, cu_seqlen_ke))
+    index_q, index_k, weights = in_rows(index_q), in_rows(index_k), in_rows(weights)
     if topk_indices is None:
         options: dict[str, Any] = {"k_start": start, "k_end": end, "relu": use_relu}
         indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, **options)
         return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
-    return ops.indexer_scores(index_q, index_k, weights, topk_indices, start, end, use_relu), topk_indices
+    scores = ops.indexer_scores(index_q, index_k, weights, in_rows(topk_indices), start, end, use_relu)
+    return scores, topk_indices
 
 
 @torch.no_grad()
@@ -261,7 +269,7 @@ def v4_lighting_indexer(
     count = min(topk, len(index_k))
     if b == 0:
         empty = index_q.new_empty((0, s, count), dtype=torch.float32)
-        return empty, empty.int()
+        return with_zero_gradients(empty, index_q, index_k, weights), empty.int()
     sequences = [
         lighting_indexer(
             *(index_q[:, i], index_k[:, i], weights[:, i], cu_seqlen_ks, cu_seqlen_ke, count),

@@ -12,21 +12,22 @@ of the results (a dict that unpacks like a tuple); natural logarithms; −1 for 
 `stream` (a handle: 0 and 1 are the default stream). The same arguments are overwritten: `indexer_backward` leaves its
 gradient of the scores in attn_score, `dense_indexer_backward` in index_score.
 
-Differences: any number of heads, entries and keys. On GPUs from Ampere on, d is a multiple of 16 up to 576 and d_index
-at most 128 (the sparse backward and forward need d 512 or 576 with values of 512 there). Tensors may be on the host,
-and float32 on the CPU. Top-k entries are in ascending order; of equal scores the smaller columns are selected unless
-tie_break is 2. Tuning arguments and workspaces are accepted and ignored. These raise a ValueError: the block-scaled
-precisions "mxfp8" and "mxfp4" ("fp8" with a scale per row is supported), several heads of index keys, an indexer_topk
-other than 0, and `stream` 2, which is another stream in each thread. The wrappers are not part of the autograd graph;
-`sparse_attention` is. The classes behind the wrappers (`IndexerForward` and others), `aligned_hca_backward_wrapper` and
-the functions for buffer sizes of candidates are absent.
+Differences: any number of heads, entries and keys, and any strides, but the scores of `indexer_backward` must be
+contiguous. On GPUs from Ampere on, d is a multiple of 16 up to 576 and d_index at most 128 (the sparse backward and
+forward need d 512 or 576 with values of 512 there). Tensors may be on the host, and float32 on the CPU. Top-k entries
+are in ascending order; of equal scores the smaller columns are selected unless tie_break is 2. Tuning arguments and
+workspaces are accepted and ignored. These raise a ValueError: the block-scaled precisions "mxfp8" and "mxfp4" ("fp8"
+with a scale per row is supported), several heads of index keys, an indexer_topk other than 0, and `stream` 2, which is
+another stream in each thread. The wrappers are not part of the autograd graph; `sparse_attention` is. The classes
+behind the wrappers (`IndexerForward` and others), `aligned_hca_backward_wrapper` and the functions for buffer sizes of
+candidates are absent.
 
 `CSA` follows `cudnn.csa.compressor` (in front ends with #427): the two wrappers of DeepSeek-V4's compressor, with the
 same arguments and results. They are in `hopwell.compat.cudnn.csa.compressor`, too. Differences: any ratio and head_dim,
-GPUs from Ampere on, the host, float32, and rows with any stride. The backward has the same bits every time, so it also
-runs where PyTorch is told to be deterministic. Rows of `out` after the last document's are 0, where there they are a
-pooling of the first tokens. An entry whose score + ape is −inf is absent, and a column without an entry gives 0, where
-there it gives NaN. The two classes behind the wrappers and the functions for JAX are absent.
+GPUs from Ampere on, the host, float32, and any strides. The backward has the same bits every time, so it also runs
+where PyTorch is told to be deterministic. Rows of `out` after the last document's are 0, where there they are a pooling
+of the first tokens. An entry whose score + ape is −inf is absent, and a column without an entry gives 0, where there it
+gives NaN. The two classes behind the wrappers and the functions for JAX are absent.
 
 `__version__` is the version of the front end that this module follows.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from ..._checks import require, require_shape
+from .._tensors import in_rows
 from ._results import TupleDict, into, on, require_output
 
 
@@ -29,7 +30,9 @@ def sparse_attention(
     q [S_q, H, D], kv [S_kv, D], indices int32 [S_q, topk]. trusted_compact_metadata isn't needed.
     """
     out, max_logits, lse = ops.sparse_mla(
-        q, kv, indices, _scale_of(q, softmax_scale), attn_sink=attn_sink, topk_length=topk_length
+        *(in_rows(q), in_rows(kv), in_rows(indices), _scale_of(q, softmax_scale)),
+        attn_sink=in_rows(attn_sink),
+        topk_length=in_rows(topk_length),
     )
     return TupleDict(out=out, max_logits=max_logits.detach(), lse=lse.detach())
 
@@ -55,7 +58,8 @@ def sparse_attention_score_recompute(
         require_shape(name, "topk_length", topk_length, S_q=q.shape[0])
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
     entries = indices.masked_fill(~valid, -1)
-    target = ops.attention_distribution(q, kv, entries, lse, _scale_of(q, softmax_scale), normalize="l1")
+    attention = in_rows(q), in_rows(kv), in_rows(entries), in_rows(lse), _scale_of(q, softmax_scale)
+    target = ops.attention_distribution(*attention, normalize="l1")
     return TupleDict(target=target, indices=entries)
 
 
@@ -125,9 +129,10 @@ def sparse_attention_backward_wrapper(
     ):
         dkv_dtype = kv.dtype if dkv is None else dkv.dtype
         gradients = ops.sparse_mla_backward(
-            *(dout, q, kv, topk_idxs, out, lse, _scale_of(q, softmax_scale), out.shape[2]),
-            attn_sink=attn_sink,
-            topk_length=topk_length,
+            *(in_rows(dout), in_rows(q), in_rows(kv), in_rows(topk_idxs), in_rows(out), in_rows(lse)),
+            *(_scale_of(q, softmax_scale), out.shape[2]),
+            attn_sink=in_rows(attn_sink),
+            topk_length=in_rows(topk_length),
             deterministic=deterministic,
             dkv_dtype=dkv_dtype,
         )

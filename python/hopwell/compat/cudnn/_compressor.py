@@ -9,6 +9,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from ..._checks import integer, require, require_one_device, require_sizes
+from .._tensors import in_rows
 from ._results import TupleDict, on
 
 _DTYPES = torch.bfloat16, torch.float32
@@ -45,6 +46,11 @@ def _checked(
     return ratio, d, coff == 2
 
 
+def _options(ape: Tensor, overlap: bool, cu_seqlens: Tensor, cu_seqlens_comp: Tensor) -> dict[str, Any]:
+    offsets = {"cu_seqlens": in_rows(cu_seqlens), "cu_compressed": in_rows(cu_seqlens_comp)}
+    return {"position_bias": in_rows(ape), "overlap": overlap, **offsets}
+
+
 def _with_rows(x: Tensor, rows: int) -> Tensor:
     """x with its first `rows` rows, and rows of zeros after them if it has fewer."""
     return x[:rows] if len(x) >= rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
@@ -73,8 +79,7 @@ def csa_compressor_forward_wrapper(
     with on(name, stream, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp):
         rows = int(cu_seqlens_comp[-1]) if total_comp is None else integer(name, "total_comp", total_comp)
         require(rows >= 0, name, "total_comp", "at least 0", rows)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_compressed": cu_seqlens_comp}
-        out = ops.kv_compress(kv, score, ratio, position_bias=ape, overlap=overlap, **options)
+        out = ops.kv_compress(in_rows(kv), in_rows(score), ratio, **_options(ape, overlap, cu_seqlens, cu_seqlens_comp))
         return TupleDict(out=_with_rows(out, rows))
 
 
@@ -100,9 +105,9 @@ def csa_compressor_backward_wrapper(
     require(fits, name, "grad_out", f"bfloat16 or float32 [total_comp, {d}]", grad_out)
     tensors = {"kv": kv, "score": score, "ape": ape, "cu_seqlens": cu_seqlens, "cu_seqlens_comp": cu_seqlens_comp}
     with on(name, stream, **tensors, grad_out=grad_out):
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_compressed": cu_seqlens_comp}
         d_out = _with_rows(grad_out, len(kv) // ratio).contiguous()
-        results = ops.kv_compress_backward(d_out, kv, score, ratio, position_bias=ape, overlap=overlap, **options)
+        options = _options(ape, overlap, cu_seqlens, cu_seqlens_comp)
+        results = ops.kv_compress_backward(d_out, in_rows(kv), in_rows(score), ratio, **options)
         return TupleDict(zip(("grad_kv", "grad_score", "grad_ape"), results, strict=True))
 
 

@@ -30,9 +30,11 @@ def _scale(grad_loss: Tensor | float, loss_coeff: float, rows: Rows) -> Tensor:
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _require_all(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs) -> None:
-    """Before anything is overwritten: inputs as the gradients' operator takes them, and outputs like these, those of
-    weights and keys in float32 too.
+def _require_all(
+    wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs, in_float32: tuple[str, ...] = ("d_index_k",)
+) -> None:
+    """Checks the inputs of the gradients' operator before anything is overwritten. An output has its input's shape and
+    dtype; outputs named in `in_float32` may be float32.
     """
     index_q, _, index_k = inputs
     require_index_dtypes(wrapper, "index_q", index_q, "index_k", index_k)
@@ -40,7 +42,7 @@ def _require_all(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: O
     require(fits, wrapper, "index_k", f"[…, S_k, D={index_q.shape[-1]}]", list(index_k.shape))
     names = "d_index_q", "d_weights", "d_index_k"
     for name, x, out in zip(names, inputs, outputs, strict=True):
-        require_output(wrapper, name, out, x.shape, x.dtype, *(() if name == "d_index_q" else (torch.float32,)))
+        require_output(wrapper, name, out, x.shape, x.dtype, *((torch.float32,) if name in in_float32 else ()))
 
 
 def _index_gradients(
@@ -89,8 +91,9 @@ def indexer_backward_wrapper(
     """Gradients of grad_loss·loss_coeff·mean over rows of KL(attn_score ‖ index_score), the softmax of the scores.
 
     index_q [B, S_q, H, D], weights [B, S_q, H], index_k [B, S_k, D]; attn_score (target) and index_score (predict)
-    float32 [B, S_q, topk] in the order of topk_indices. attn_score is overwritten with the gradient of the scores.
-    Returns {d_index_q, d_weights, d_index_k} in their inputs' dtypes, or in the tensors given.
+    float32 [B, S_q, topk] in the order of topk_indices, contiguous. attn_score is overwritten with the gradient of the
+    scores. Returns {d_index_q, d_weights, d_index_k} in their inputs' dtypes, or in the tensors given. d_index_k may be
+    float32; with backend "sm100_v2" d_weights may be float32 too.
     """
     name = "indexer_backward_wrapper"
     require(backend in ("default", "sm100_v2"), name, "backend", "default or sm100_v2", backend)
@@ -103,8 +106,11 @@ def indexer_backward_wrapper(
         for argument, score in (("attn_score", attn_score), ("index_score", index_score)):
             require(score.dtype == torch.float32, name, argument, "float32", score.dtype)
             require_shape(name, argument, score, B=b, S_q=s_q, topk=topk_indices.shape[2])
+            got = f"strides {list(score.stride())}"  # cuDNN compares the strides with those of an earlier call
+            require(score.is_contiguous(), name, argument, "contiguous", got)
         outputs = d_index_q, d_weights, d_index_k
-        _require_all(name, (index_q, weights, index_k), outputs)
+        in_float32 = ("d_weights", "d_index_k") if backend == "sm100_v2" else ("d_index_k",)
+        _require_all(name, (index_q, weights, index_k), outputs, in_float32)
         scale = _scale(grad_loss, loss_coeff, rows)
         d_scores = _score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY)
         result = _index_gradients(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import INTEGERS, require, require_shape
+from .._tensors import in_rows
 
 
 @dataclass
@@ -19,8 +20,8 @@ class Rows:
     one_sequence: bool
 
     def flat(self, x: Tensor) -> Tensor:
-        """Flattens [B, S, …] to [B·S, …]; a packed tensor is returned unchanged."""
-        return x.flatten(0, 1) if len(self.shape) == 2 else x
+        """Flattens [B, S, …] to [B·S, …]; a packed tensor keeps its shape. The last dimension becomes contiguous."""
+        return in_rows(x.flatten(0, 1) if len(self.shape) == 2 else x)
 
     def all_keys(self, some: slice) -> Tensor:
         """Returns an index table for these rows: all keys of each row's sequence."""
@@ -114,4 +115,4 @@ def entries_of(
         require_shape(wrapper, "topk_length", topk_length, B=b, S_q=s_q)
         require(topk_length.dtype in INTEGERS, wrapper, "topk_length", "int32 or int64", topk_length.dtype)
         valid &= torch.arange(table.shape[1], device=q.device) < topk_length.flatten()[:, None]
-    return rows, table.masked_fill(~valid, -1).int()
+    return rows, in_rows(table.masked_fill(~valid, -1).int())
