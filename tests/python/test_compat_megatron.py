@@ -256,7 +256,7 @@ def test_everything_in_one(dtype: torch.dtype, use_relu: bool, sparse_loss: bool
 
 @pytest.mark.parametrize("restride", RESTRIDES)
 def test_tensors_of_any_strides(restride: Restride) -> None:
-    """Results and gradients are those of contiguous tensors."""
+    """Results and gradients are the same as for contiguous tensors."""
     case, results = Case(), []
     entries, lengths = torch.randint(-1, 9, (2, 9, 6), dtype=torch.int32), torch.randint(0, 7, (2, 9)).int()
     rows, contiguous, bounds = torch.rand(2, 9) > 0.5, case.leaves, (case.starts, case.ends)

@@ -106,7 +106,7 @@ def indexer_backward_wrapper(
         for argument, score in (("attn_score", attn_score), ("index_score", index_score)):
             require(score.dtype == torch.float32, name, argument, "float32", score.dtype)
             require_shape(name, argument, score, B=b, S_q=s_q, topk=topk_indices.shape[2])
-            got = f"strides {list(score.stride())}"  # cuDNN compares the strides with those of an earlier call
+            got = f"strides {list(score.stride())}"  # cuDNN compares the strides with the strides of an earlier call
             require(score.is_contiguous(), name, argument, "contiguous", got)
         outputs = d_index_q, d_weights, d_index_k
         in_float32 = ("d_weights", "d_index_k") if backend == "sm100_v2" else ("d_index_k",)

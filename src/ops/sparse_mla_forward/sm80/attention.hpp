@@ -55,7 +55,7 @@ using EntriesOf = decltype(entries_of(std::declval<const KernelParams&>(), 0));
 struct HeadRow {
   float scores[32];
   float row_max[2];   // before an even and before an odd step; row_max[0] after the last step
-  float sum, factor;  // factor: row_scale of a step; at the end that of the output
+  float sum, factor;  // factor: row_scale of a step; at the end the output's factor
   float unused[4];
 };
 
