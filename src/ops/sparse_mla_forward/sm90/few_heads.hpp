@@ -63,7 +63,7 @@ struct SharedStorage {
   float scale[2][kHeads];                                            // of the output
   uint32_t exceeded[2][2][4];              // last even and odd tile in which a score of a warp exceeded row_max too far
   alignas(16) uint32_t valid[kStages][2];  // one bit per row of a gather warp
-  int steps[kStages][2];  // remaining steps of the query from this tile on, written by each gather warp
+  int tiles[kStages][2];  // remaining tiles of the query from this step on, written by each gather warp
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
 };
 static_assert(sizeof(SharedStorage<32, 576>) <= arch::sm90::kMaxSharedBytes);
@@ -384,7 +384,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
     const auto slot = tile::ring_stage(s.key_ring, first.stage, first.parity);
     slot.wait_full(1);  // Q arrived before this part
     slot.wait_full(0);
-    const int tiles = s.steps[first.stage][0] * (3 - p.queries_at_once);  // computing it here would take registers
+    const int tiles = s.tiles[first.stage][0];  // computing it here would take registers
     HOPWELL_NO_UNROLL
     for (int i = 0; i < tiles; ++i) {
       const Tile at = tile_of(p, self, number_of_tile++);

@@ -181,11 +181,11 @@ HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p,
     return arch::ballot(row != kNoRow);
 }
 
-// Publishes which of a warp's rows of a stage are valid, before their first copies. `left`: remaining steps of the
+// Publishes which of a warp's rows of a stage are valid, before their first copies. `tiles`: remaining tiles of the
 // query.
 template <class Storage>
 HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage& s, int stage, int part_of_rows,
-                                uint32_t valid, int left) {
+                                uint32_t valid, int tiles) {
   const int lane = arch::lane_index();
   if constexpr (Storage::kOfGroups) {
     if (lane < p.members) s.valid[stage][lane][part_of_rows] = uint16_t(valid);
@@ -193,7 +193,7 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
     if (lane == 0) arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
   } else if (lane == 0) {
     s.valid[stage][part_of_rows] = Storage::kStagesOfWarp == 1 ? valid : valid & 0xffff;
-    s.steps[stage][part_of_rows] = left;
+    s.tiles[stage][part_of_rows] = tiles;
     arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
   }
 }
@@ -352,6 +352,9 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, member_mask);
       const int first_entry = next - entry;  // of this step
+      // Without boxes, `work` may be the next query after these lines, and rows are whole steps.
+      const int keys_left = work.entries.length - first_entry;
+      const int tiles_left = !kBoxes ? left * (kStages / at_once) : keys_left > 0 ? (keys_left + kKeys - 1) / kKeys : 1;
       next += keys_of_step;
       if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -365,8 +368,10 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         // Whether this thread starts copy `i`. Starting all of them takes one warp several hundred clocks.
         [[maybe_unused]] const auto starts = [&](int i) { return part_of_rows == i && lane == 0; };
         const Box box = box_of(p, work.entries, first_entry + kKeys * n);
+        // The math warpgroups skip a missing tile, but not in the first step.
+        [[maybe_unused]] const bool is_missing = kBoxes && first_entry > 0 && n >= tiles_left;
         RowSources<kQuads> rows;
-        if (!kPanelByPanel && !box.exists) find_keys<kAligned>(rows, p, row, kRows * n);
+        if (!kPanelByPanel && !box.exists && !is_missing) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
         const uint32_t tile_address = arch::shared_address(s.keys[stage]);
         const uint32_t to = tile_address + uint32_t(part_of_rows) * kRows * 128;
@@ -381,10 +386,11 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
-            if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
+            if (i == 0)
+              store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, tiles_left);
             if constexpr (kBoxes) {
-              if (box.exists) {
-                if (starts(i)) copy_box(tile_address, box, Storage::panels(i), slot.full(part));
+              if (box.exists || is_missing) {
+                if (box.exists && starts(i)) copy_box(tile_address, box, Storage::panels(i), slot.full(part));
                 continue;
               }
             }

@@ -21,11 +21,12 @@
 // Output    O is staged in the space of tile B, so that whole rows are stored. BoxParams: see Boxes.
 // Window    With window keys (WindowParams, BoxParams) the first entries of a query are rows of window_kv. The tiles
 //           are counted from the first one, so the results do not depend on where the window begins.
-// Boxes     BoxParams: the kernel for window keys with d_qk 512 and aligned rows. Tensor copies bring Q and tiles of 64
-//           consecutive keys (of the window, or of kv without indices); each of the four gather warps starts one panel
-//           group of a tile, and the last one also starts Q. Rows are short, so the work between two queries weighs more: the sums are combined under the last
-//           products, and O leaves by tensor copies, a panel at a time, so that the next query's tiles arrive
-//           meanwhile.
+// Boxes     BoxParams: the kernel with TMA, for d_qk 512, aligned rows, and calls with window keys, without indices or
+//           with short rows (window.cu). TMA brings Q and tiles of 64 consecutive keys (of the window, or of kv without
+//           indices). Each of the four gather warps starts one panel group of a tile, and the last one also starts Q.
+//           Rows are short, so the work between two queries weighs more. The sums are combined under the last products.
+//           O leaves by TMA, a panel at a time, so that the next query's tiles arrive meanwhile. If tile B of the last
+//           step has no keys, it is skipped.
 //           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
 //           high     O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ ··········S_B ▓▓▓
 //           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
@@ -34,7 +35,7 @@
 // Turn      S of tile B starts after S of tile A: measured, otherwise both end late. With boxes this also orders Q
 //           before S of tile B, because the bytes of Q count on a barrier of tile A.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B; BoxParams: Q 65,536, and 16,384 for O: 231,424 B
-//           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56. BoxParams: 216; gather 72
+//           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56. BoxParams: 216, gather 72
 // Bound     per 64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450
 //           clocks in L2
 // Groups    kOfGroups: a query is a group of adjacent queries with few heads. Its heads are the heads of all members,
@@ -56,11 +57,11 @@ namespace many_heads {
 struct OutPanels {
   alignas(1024) unsigned char out_panels[2][tile::kPanelBytes];
 };
-struct Nothing {};
+struct NoOutPanels {};
 
 // With GroupedParams, the kernel for groups; with BoxParams, the one that stores by tensor copies.
 template <int kDqk_, class KernelParams_ = Params>
-struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, Nothing> {
+struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, NoOutPanels> {
   using KernelParams = KernelParams_;
   static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
   static constexpr bool kBoxes = std::is_same_v<KernelParams, BoxParams>;
@@ -86,9 +87,9 @@ struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParam
   float row_max[kStages][kHeads];                                    // row_max of this tile's P
   float sum[kStages][kHeads], max[kStages][kHeads];                  // final values
   alignas(16) ValidRows valid[kStages];  // one bit per row of a gather warp; for groups, per member
-  // Remaining steps of the query from a tile on, by gather warp: the math warps need not read the query's lists. Not
+  // Remaining tiles of the query from a step on, by gather warp: the math warps need not read the query's lists. Not
   // used for groups.
-  int steps[kStages][4];
+  int tiles[kStages][4];
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
   tile::RingBarriers<kStages> p_ring;
@@ -99,8 +100,13 @@ static_assert(sizeof(SharedStorage<512, BoxParams>) <= arch::sm90::kMaxSharedByt
 
 #if HOPWELL_HAS_SM90A
 
-template <class Storage>
-using WorkTileOf = WorkTile<typename Storage::KernelParams>;
+constexpr int kKeysOfStep = kStages * kKeys;
+
+// What a math warpgroup knows of its work tile. The number of keys of a group is already known; of a query, the gather
+// tells the number of tiles. Until then there are two.
+struct MathTile {
+  int query, first_head, keys;
+};
 
 // Softmax state of a thread's two rows (heads): row_max and maximum in units of log 2, and the sum over the thread's
 // own columns.
@@ -126,7 +132,7 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
         slot.wait_full(i / 4);
         arch::fence_proxy_async();
       }
-      if (i == 0 && stage == 1) arch::mbarrier_wait(s.turn, parity);  // kept: for speed; see Turn
+      if (i == 0 && stage == 1) arch::mbarrier_wait(s.turn, parity);  // kept: for speed, and with boxes for Q; see Turn
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
@@ -139,17 +145,6 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   meanwhile();
   if (stage == 0) tile::arrive_warp(s.turn);  // allows S_B only now: measured, otherwise both end late
   arch::wgmma_wait<0>(scores);
-}
-
-// Replaces multiply_scores for a tile without keys, whose scores the mask sets. Later code relies on the wait for the
-// keys.
-template <class Storage>
-HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]) {
-  const auto slot = tile::ring_stage(s.key_ring, 1, parity);
-  HOPWELL_UNROLL
-  for (int part = 0; part < Storage::kParts; ++part) slot.wait_full(part);
-  HOPWELL_UNROLL
-  for (float& score : scores) score = 0;
 }
 
 // Valid keys of a tile, 32 per word: for all heads, or per member of a group, for the members of a thread's rows r.
@@ -209,6 +204,27 @@ HOPWELL_DEVICE void receive_row_max(Storage& s, int stage, int row, SoftmaxState
   for (int r = 0; r < 2; ++r) factor[r] = state.update_row_max(r, s.row_max[stage][row + 8 * r]);
 }
 
+// If tile B of a query's last step has no keys, it has no products and no P. Its space and the space of its P are passed
+// on all the same, so that every barrier completes once per step. The low warpgroup waits for the high one, so that
+// neither releases the space before the gather has passed it on.
+template <class Storage>
+HOPWELL_DEVICE void pass_tile_b(Storage& s, int self, uint32_t parity) {
+  const auto keys = tile::ring_stage(s.key_ring, 1, parity);
+  const auto p = tile::ring_stage(s.p_ring, 1, parity);
+  if (self == 1) {
+    keys.wait_full(Storage::kParts - 1);  // kept: on the emulator the gather is earlier
+    p.commit();
+  } else {
+    p.wait_full();  // kept: the same
+    if constexpr (Storage::kDqk == 512)
+      p.release();
+    else
+      keys.release(Storage::kRopeGroup);
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; Storage::kBoxes && i < 2; ++i) keys.release(Storage::first_group_of(self) + i);
+}
+
 // Converts scores to probabilities. row_max changes if a row's maximum exceeds it; the high warpgroup starts from the
 // low warpgroup's row_max. `factor`: row_scale of O before this tile.
 template <class Storage>
@@ -227,37 +243,42 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
   tile::exponentiate(unit, state.row_max, scores, state.sum);
 }
 
+// Shares the sums and maxima over this warpgroup's keys.
+template <class Storage>
+HOPWELL_DEVICE void share_sums(Storage& s, int self, const SoftmaxState& state) {
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int row = tile::wgmma_row() + 8 * r;
+    const float sum = tile::sum_of_quad(state.sum[r]);
+    if (tile::quad_lane() == 0) s.sum[self][row] = sum, s.max[self][row] = state.max[r];
+  }
+  tile::arrive_warp(s.sums_full);
+}
+
 // Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.
 template <class Storage>
 HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, Storage& s, int self,
-                                     const WorkTileOf<Storage>& work, uint32_t parity, const SoftmaxState& state,
+                                     const MathTile& work, uint32_t parity, const SoftmaxState& state,
                                      float (&scale)[2]) {
-  const int lane = arch::lane_index(), first = tile::wgmma_row();
-  float sum[2];
-  HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    sum[r] = tile::sum_of_quad(state.sum[r]);
-    if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = state.max[r];
-  }
-  tile::arrive_warp(s.sums_full);
   arch::mbarrier_wait(s.sums_full, parity);
+  // A lane of a quad has one of the quad's rows.
+  const int r = tile::quad_lane() % 2, row = tile::wgmma_row() + 8 * r, head = work.first_head + row;
+  const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
+  const float row_max = r == 0 ? state.row_max[0] : state.row_max[1];
+  const float lse = tile::lse_of(row_max, total), max = tile::max_or_nan(both, total);
+  const float of_row = output_scale(p, head_with_sink(p, head), 1, total, lse);
+  if (self == 0 && tile::quad_lane() < 2 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
   HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    const int row = first + 8 * r, head = work.first_head + row;
-    const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
-    const float lse = tile::lse_of(state.row_max[r], total), max = tile::max_or_nan(both, total);
-    scale[r] = output_scale(p, head_with_sink(p, head), 1, total, lse);
-    if (self == 0 && lane % 4 == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
-  }
+  for (int i = 0; i < 2; ++i) scale[i] = arch::shuffle(of_row, arch::lane_index() / 4 * 4 + i);
 }
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
 // O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Releases each group of panels after its
-// products. `meanwhile()` runs while the products execute.
+// products if `releases`. `meanwhile()` runs while the products execute.
 template <class Storage, class Meanwhile>
 HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Probabilities& probabilities,
-                                    const float (&factor)[2], float (&out)[2][64], bool first, bool free,
+                                    const float (&factor)[2], float (&out)[2][64], bool first, bool releases,
                                     const Meanwhile& meanwhile) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint64_t v = arch::at_address(tile::kRowsAcrossK,
@@ -279,10 +300,17 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
     arch::wgmma_commit();
   }
   arch::wgmma_wait<1>(out[0]);
-  if (free) slot.release(first_group);
+  if (releases) slot.release(first_group);
   meanwhile();
   arch::wgmma_wait<0>(out[1]);
-  if (free) slot.release(first_group + 1);
+  if (releases) slot.release(first_group + 1);
+}
+
+// Clears rows whose scale is 0, because their sums may be NaN. There are few such queries.
+HOPWELL_DEVICE void clear_unscaled(const float (&scale)[2], float (&out)[2][64]) {
+  if (arch::ballot(scale[0] == 0 || scale[1] == 0) == 0) return;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 128; ++i) out[i / 64][i % 64] = scale[i / 2 % 2] == 0 ? 0 : out[i / 64][i % 64];
 }
 
 // Rounds a thread's sums of columns 16 n to 16 n + 15, as operands of stmatrix.
@@ -290,39 +318,38 @@ HOPWELL_DEVICE void round_columns(const float (&out)[2][64], const float (&scale
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
     const float* sums = &out[n / 8][n % 8 * 8 + 2 * i];
-    words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
+    words[i] = arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
   }
 }
 
-// Waits until at most the last kPending copies of this warp's output still read their panels.
+// Waits until at most the last kPending batches of this warp's output still read their panels.
 template <int kPending>
 HOPWELL_DEVICE void await_out() {
   if (arch::lane_index() == 0) arch::bulk_wait_read<kPending>();
   arch::syncwarp();
 }
 
-// Writes this warpgroup's half of the output by tensor copies, a panel at a time. Each warp stages its 16 rows of a
+// Writes this warpgroup's half of the output by TMA, a panel at a time. Each warp stages its 16 rows of a
 // panel: even panels in out_panels, odd ones in the space of its P, which the other warpgroup has read before it sent
 // its sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
 template <class Storage>
-HOPWELL_DEVICE void store_out(const BoxParams& p, Storage& s, int self, const WorkTileOf<Storage>& work,
-                              const float (&out)[2][64], const float (&scale)[2]) {
+HOPWELL_DEVICE void store_out(const BoxParams& p, Storage& s, int self, const MathTile& work, const float (&out)[2][64],
+                              const float (&scale)[2]) {
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
   HOPWELL_UNROLL
   for (int panel = 0; panel < 4; ++panel) {
-    const uint32_t place = panel % 2 == 0 ? arch::shared_address(s.out_panels[self]) : p_panel(s, self);
+    const uint32_t place = (panel % 2 == 0 ? arch::shared_address(s.out_panels[self]) : p_panel(s, self)) + first * 128;
     if (panel >= 2) await_out<1>();
     HOPWELL_UNROLL
     for (int n = 0; n < 4; ++n) {
       uint32_t words[4];
       round_columns(out, scale, 4 * panel + n, words);
-      arch::stmatrix(place + tile::swizzled(first + lane % 16, uint32_t(2 * n) + lane / 16), words);
+      arch::stmatrix(place + tile::swizzled(lane % 16, uint32_t(2 * n) + lane / 16), words);
     }
     arch::fence_proxy_async();
     arch::syncwarp();
     if (lane == 0) {
-      arch::tma_store<3>(p.out_rows, {256 * self + 64 * panel, work.first_head + int(first), work.query},
-                         place + first * 128);
+      arch::tma_store<3>(p.out_rows, {256 * self + 64 * panel, work.first_head + int(first), work.query}, place);
       arch::bulk_commit();
     }
   }
@@ -331,8 +358,8 @@ HOPWELL_DEVICE void store_out(const BoxParams& p, Storage& s, int self, const Wo
 // Writes this warpgroup's half of the output: stages it in the space of its half of tile B, stores whole rows, then
 // releases the space. Each warp handles its own 16 rows.
 template <class Storage>
-HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTileOf<Storage>& work,
-                              const float (&out)[2][64], const float (&scale)[2]) {
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const MathTile& work, const float (&out)[2][64],
+                              const float (&scale)[2]) {
   const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
   const uint32_t place = arch::shared_address(s.keys[1]) + uint32_t(self) * 4 * tile::kPanelBytes;
   HOPWELL_UNROLL
@@ -361,35 +388,16 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
 }
 
-// Whether tile B of a step has keys. Unions of groups have any length; if tile B of the last step is empty, its
-// products are skipped. Rows of single queries are mostly whole steps.
-template <class Storage>
-HOPWELL_DEVICE bool has_second_tile(const WorkTileOf<Storage>& work, int step) {
-  return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
-}
-
-// Work tile of a math warpgroup. The number of keys of a group is already known; of a query, the gather tells the
-// number of steps.
 template <class Storage, class Tiles>
-HOPWELL_DEVICE WorkTileOf<Storage> present_tile(const typename Storage::KernelParams& p, const Tiles& tiles,
-                                                uint32_t number) {
-  WorkTileOf<Storage> work{.query = int(number), .first_head = 0, .steps = 1, .entries = {}};
-  if constexpr (Storage::kOfGroups) {
-    work.entries.length = tiles.keys_of_tile();
-    work.steps = work.entries.tiles(kStages * kKeys);
-  } else {
-    work.query = int(number / uint32_t(p.head_tiles));
-    work.first_head = int(number % uint32_t(p.head_tiles)) * Storage::kHeads;
-  }
-  return work;
+HOPWELL_DEVICE MathTile math_tile(const typename Storage::KernelParams& p, const Tiles& tiles, uint32_t number) {
+  if constexpr (Storage::kOfGroups) return {int(number), 0, tiles.keys_of_tile()};
+  return {int(number / uint32_t(p.head_tiles)), int(number % uint32_t(p.head_tiles)) * Storage::kHeads, kKeysOfStep};
 }
 
-// In the first step of a query, while its scores execute: takes the number of steps from the gather, and waits until the
-// space of the last output may be written again.
+// In the first step of a query, while its scores execute: takes the number of tiles from the gather.
 template <class Storage>
-HOPWELL_DEVICE void begin_query(const Storage& s, int self, WorkTileOf<Storage>& work) {
-  if constexpr (!Storage::kOfGroups) work.steps = s.steps[self][0];
-  if constexpr (Storage::kBoxes) await_out<0>();
+HOPWELL_DEVICE void begin_query(const Storage& s, int self, MathTile& work) {
+  if constexpr (!Storage::kOfGroups) work.keys = s.tiles[self][0] * kKeys;
 }
 
 // Warpgroup `self` processes tile `self` of every step for the scores, and output columns 256 · self and following. O
@@ -402,7 +410,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
   HOPWELL_NO_UNROLL
   for (uint32_t number = tiles.first(p, uint32_t(arch::block_index()), uint32_t(arch::grid_size()));
        number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
-    auto work = present_tile<Storage>(p, tiles, number);
+    MathTile work = math_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64], scale[2];
     // The low warpgroup waits for the first part of tile A and fences it before S, while the previous products execute.
@@ -415,27 +423,34 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       await_tile(parity);
     }
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < work.steps; ++i, parity ^= 1) {
+    for (int key = 0; key < work.keys; key += kKeysOfStep, parity ^= 1) {
       float scores[32], factor[2], remote_factor[2];
       Probabilities own;
       Mask<Storage> mask;
-      const auto prepare_softmax = [&] {
-        mask.read(p, s.valid[self], row);
-        if (i == 0) begin_query(s, self, work);
-        if (self == 0) return;
+      const auto await_row_max = [&] {
         arch::mbarrier_wait(s.row_max_full, parity);
         receive_row_max(s, 0, row, state, remote_factor);
       };
-      if (self == 0 || has_second_tile<Storage>(work, i))
+      const auto prepare_softmax = [&] {
+        mask.read(p, s.valid[self], row);
+        if (key == 0) begin_query(s, self, work);
+        if (self == 1) await_row_max();
+      };
+      // Tile B may have no keys in the last step. Without boxes, rows of single queries are whole steps.
+      const bool both = !(Storage::kOfGroups || Storage::kBoxes) || work.keys > key + kKeys;
+      if (self == 0 || both) {
         multiply_scores(s, self, parity, scores, prepare_softmax);
-      else
-        skip_scores(s, parity, scores), prepare_softmax();
-      const bool last = i == work.steps - 1;
-      if (last) tile::arrive_warp(s.q_empty);
-      softmax(p, s, self, mask, scores, state, factor);
-      store_p(s, self, parity, scores, own);
+        if (work.keys <= key + kKeysOfStep) tile::arrive_warp(s.q_empty);
+        softmax(p, s, self, mask, scores, state, factor);
+        if (Storage::kBoxes && key == 0) await_out<0>();
+        store_p(s, self, parity, scores, own);
+      } else {
+        tile::arrive_warp(s.q_empty);
+        await_row_max();
+      }
+      const bool last = work.keys <= key + kKeysOfStep;
       HOPWELL_NO_UNROLL
-      for (int stage = 0; stage < kStages; ++stage) {
+      for (int stage = 0; stage <= int(both); ++stage) {
         Probabilities probabilities = own;
         float row_scale[2] = {factor[0], factor[1]};
         if (stage != self) {
@@ -445,16 +460,22 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
           else
             receive_row_max(s, 1, row, state, row_scale);
         }
+        const bool ends = Storage::kBoxes && last && stage == int(both);
+        if (ends) share_sums(s, self, state);
         const auto prepare_next = [&] {
-          if (Storage::kBoxes && stage == 1 && last) finalize_softmax(p, s, self, work, work_parity, state, scale);
+          if (ends) finalize_softmax(p, s, self, work, work_parity, state, scale);
           if (stage == 1 && !last && self == 0) await_tile(parity ^ 1);
         };
-        if (stage == 0 || has_second_tile<Storage>(work, i))
-          multiply_values(s, self, stage, probabilities, row_scale, out, i == 0 && stage == 0,
-                          Storage::kBoxes || !last || stage == 0, prepare_next);
+        multiply_values(s, self, stage, probabilities, row_scale, out, key == 0 && stage == 0,
+                        Storage::kBoxes || !last || stage == 0, prepare_next);
       }
+      if (!both) pass_tile_b(s, self, parity);
     }
-    if constexpr (!Storage::kBoxes) finalize_softmax(p, s, self, work, work_parity, state, scale);
+    if constexpr (!Storage::kBoxes) {
+      share_sums(s, self, state);
+      finalize_softmax(p, s, self, work, work_parity, state, scale);
+    }
+    clear_unscaled(scale, out);
     store_out(p, s, self, work, out, scale);
   }
   if constexpr (Storage::kBoxes) await_out<0>();
