@@ -58,7 +58,7 @@ void expect_all_work_once(const Problem& p, const Plan& plan) {
       std::sort(of_head.begin(), of_head.end());
       int covered = 0;
       for (const auto& [first, end] : of_head) {
-        if (end <= first) continue;  // a split may be empty
+        ASSERT_LT(first, end) << query << ' ' << head;  // no empty split
         ASSERT_EQ(first, covered) << query << ' ' << head;
         covered = end;
       }
@@ -124,6 +124,14 @@ TEST(SparseMlaBackwardPlan, SplitsFillTheLastWave) {
   EXPECT_EQ(pair.pairs.split_tiles, 4);
   EXPECT_EQ(pair.pairs.splits, 8);
   EXPECT_EQ(single.workspace_bytes, 4UL * 4 * 8 * 64 * 576);
+}
+
+// 10 steps in 8 splits are 2 steps each, for which 5 splits are enough.
+TEST(SparseMlaBackwardPlan, NoSplitIsEmpty) {
+  const Plan plan = make_plan(problem_of(1, 64, 8192, 640, 132), kHopper);
+  EXPECT_EQ(plan.singles.split_entries, 128);
+  EXPECT_EQ(plan.singles.splits, 5);
+  EXPECT_EQ(make_plan(problem_of(1, 64, 8192, 0, 132), kHopper).singles.splits, 1);
 }
 
 // Sums that are not in the output must be added to in any case, so splits would add nothing but dq's memory.
@@ -354,6 +362,13 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
     EXPECT_FALSE(busy.kv_evict_first);
     EXPECT_EQ(busy.max_lead, 1);
   }
+  // Deterministic calls without pairs run the single kernel for all heads.
+  Problem p = problem_of(4096, 128, 128 << 10, 2048, 132);
+  p.device.memory_bytes_per_ns = 4917, p.deterministic = true;
+  EXPECT_TRUE(make_plan(p, kStreamsKeys).kv_evict_first);
+  p.deterministic = false;
+  EXPECT_FALSE(make_plan(p, kStreamsKeys).kv_evict_first);
+
   const Plan shared = plan(3352, 16, 128 << 10, true);  // neighbours' keys meet in L2
   EXPECT_TRUE(shared.prefetch_dkv_accum);
   EXPECT_FALSE(shared.kv_evict_first);
@@ -498,6 +513,17 @@ TEST(SparseMlaBackwardPlan, OnlyRowsThatAscendAreAddedToWhereTheyLie) {
   EXPECT_EQ(sums(-(std::int64_t{1} << 33)), DkvAccum::scratch);
 }
 
+// 2^10 rows whose distance is 2^23 elements: 2^33 elements from the first row to the end.
+TEST(SparseMlaBackwardPlan, RowsThatAreFarApartAreAddedToInTheWorkspace) {
+  Problem p = problem_of(10, 64, 1 << 10, 64, 132);
+  p.dkv.stride[0] = (1 << 23) - 4;
+  EXPECT_EQ(make_plan(p, kHopper).dkv_accum, DkvAccum::output);
+  p.dkv.stride[0] = 1 << 23;
+  const Plan plan = make_plan(p, kHopper);
+  EXPECT_EQ(plan.dkv_accum, DkvAccum::scratch);
+  EXPECT_FALSE(unsupported(p, plan));
+}
+
 TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
   const auto reason = [](const auto& change) {
     Problem p = problem_of(10, 64, 1000, 64, 132);
@@ -512,9 +538,11 @@ TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
   EXPECT_EQ(reason([](Problem& p) { p.s_kv = 15 << 20; }),
             "needs dkv with fewer than 2^33 elements, 2^32 if deterministic");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 31; }),
-            "needs topk and the row stride of kv below 2^31");
+            "needs the row stride of kv below 2^31");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = -(std::int64_t{1} << 31); }),
-            "needs topk and the row stride of kv below 2^31");
+            "needs the row stride of kv below 2^31");
+  EXPECT_EQ(reason([](Problem& p) { p.topk = (std::int64_t{1} << 31) - 64; }),
+            "needs topk plus the window's keys below 2^31 - 64");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 40, p.s_kv = p.kv.shape[0] = 1; }), "");
   EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }), "needs s_q times blocks of 32 heads below 2^31");
 }

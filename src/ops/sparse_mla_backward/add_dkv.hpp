@@ -19,7 +19,8 @@ HOPWELL_DEVICE int sum_position(int c) { return c / 16 * 16 + c / 2 % 4 * 4 + c 
 HOPWELL_DEVICE int sum_word(int c) { return c / 32 * 16 + c / 8 % 2 * 8 + c / 16 % 2 * 4 + c / 2 % 4; }
 
 // Offsets at which a lane adds: four columns of each of four keys. In units of four fp32, or of one 64-bit word, from
-// the first row's panel on; negative if nothing is added. 32 bits are enough for 2^33 elements: see check_plan.
+// the first row's panel on; negative if nothing is added. 32 bits are enough, because unsupported() in plan.cpp refuses
+// more than 2^33 elements.
 template <bool kFixed>
 struct SumRows {
   int at[4];

@@ -4,12 +4,15 @@
 #include <cmath>
 #include <limits>
 
+#include "tile/ceil_div.hpp"
+#include "tile/gpu/views.hpp"
+
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
-constexpr std::int64_t kLimit = std::int64_t{1} << 31;  // of what kernels keep in an int
+using tile::ceil_div;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+constexpr std::int64_t kLimit = std::int64_t{1} << 31;  // kernels store smaller numbers in ints
 
 bool needs_dkv_accum(const Problem& p) { return p.dkv || p.d_window_kv; }
 
@@ -21,14 +24,15 @@ DkvAccum dkv_accum_of(const Problem& p) {
   if (p.deterministic && p.s_q > 0 && most_entries(p) > 0) return DkvAccum::fixed_point;
   if (p.window) return DkvAccum::scratch;
   const bool aligned = reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0;
-  // A negative row offset marks a key without a gradient, so the row stride of dkv must not be negative.
-  const bool ascending = p.dkv.stride[0] >= 0 && p.dkv.stride[0] < kLimit;
-  const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && ascending;
+  // Kernels index dkv_accum in units of four fp32. A negative row offset marks a key without a gradient.
+  const std::int64_t stride = p.dkv.stride[0];
+  const bool fits = stride >= 0 && stride < kLimit && p.s_kv * (stride / 4) < kLimit;
+  const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && fits;
   return output ? DkvAccum::output : DkvAccum::scratch;
 }
 
-// Bytes of dkv_accum for the rows of kv. Rows of window_kv are left out, because at any time CTAs add to few of them,
-// close together.
+// Bytes of dkv_accum for the rows of kv. The rows of window_kv do not count, because CTAs add to a few adjacent ones at a
+// time.
 std::int64_t sum_bytes(const Problem& p) { return p.s_kv * p.d_qk * 4; }
 
 // A setting of plan_order or plan_throttle pays if dkv_accum exceeds `numerator / denominator` of L2, and if memory is
@@ -57,8 +61,8 @@ constexpr Rule kEvictsKeysFirst{2, 3, 0.55};
 constexpr Rule kPrefetches{2, 1, 0.4, 0.75}, kPrefetchesAndEvicts{2, 1, 0.3}, kPrefetchesForSharedKeys{10, 3};
 constexpr std::int64_t kLeastOrderedTopk = 256;
 constexpr std::int64_t kPartOfL2 = 8, kMostLead = 8;  // largest lead of a CTA: an eighth of L2, 1 to 8 steps
-constexpr double kNanosecondsOfKey =
-    110;  // one key of one query, kv and dkv_accum in L2: pair 104, single CTA 118 (H100)
+// Time of one key of one query if kv and dkv_accum are in L2. Measured: pair 104, single CTA 118 (H100).
+constexpr double kNanosecondsOfKey = 110;
 
 // Estimated part of a main kernel's time in which memory is busy. It assumes that queries select keys at random, and
 // that the CTAs of a wave, in step, read each selected row of kv and dkv_accum once and write the latter back once.
@@ -76,7 +80,7 @@ bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
 
 // The largest lead of a CTA, so that the rows of dkv_accum that CTAs add to stay in L2, and how misses are hidden.
 void plan_throttle(Plan& plan, const Problem& p, const MainKernels& kernels, bool ascending_pays) {
-  const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
+  const int ctas = plan.pairs.head_blocks > 0 ? 2 : 1;
   const double memory = ascending_pays ? memory_share(p, ctas) : 0;
   const bool can_evict = needs_dkv_accum(p) && kernels.single_evicts_keys_first && ctas == 1;
   plan.kv_evict_first = can_evict && ((kEvictsKeysFirst.holds(p, memory) && !p.share_keys) || takes_every_path(p));
@@ -131,16 +135,18 @@ void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
 }
 
 // Divides the tiles of a pass into whole tiles and split tiles. Deterministic calls have no splits, because the number
-// of queries and the device determine which queries are split, and into how many splits.
+// of queries and the device determine which queries are split, and into how many splits. Without window keys, the
+// workspace has dkv_accum or dq of splits, not both, because it should stay small.
 MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvAccum dkv_accum) {
   constexpr std::int64_t kMostSplits = 8;
   const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(most_entries(p), kernels.keys),
                      at_a_time = std::max(p.device.sms / pass.ctas, 1), rest = tiles % at_a_time;
   std::int64_t splits = 1;
   if (rest > 0 && !p.deterministic && (dkv_accum == DkvAccum::none || dkv_accum == DkvAccum::output || p.window)) {
-    // Limit: dq of the splits takes at most the memory of dkv_accum in the workspace, or 2.4 MB.
+    // Limit: dq of the splits takes at most as many bytes as dkv_accum, or 2.4 MB.
     const std::int64_t fit = std::max<std::int64_t>(rows_of_dkv_accum(p), 1024) / (rest * pass.heads);
     splits = std::max<std::int64_t>(std::min({kMostSplits, at_a_time / rest, steps, fit}), 1);
+    if (splits > 1) splits = ceil_div(steps, ceil_div(steps, splits));  // no empty split
   }
   const std::int64_t split_tiles = splits > 1 ? rest : 0;
   pass.whole_tiles = static_cast<int>(tiles - split_tiles), pass.split_tiles = static_cast<int>(split_tiles);
@@ -211,8 +217,8 @@ Plan make_plan(const Problem& p, const MainKernels& kernels) {
   plan.dkv_accum = dkv_accum_of(p);
   plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (needs_dkv_accum(p) || p.attn);
   plan.window_distribution = plan.dkv_accum == DkvAccum::fixed_point && p.window.most_keys() > 0;
-  plan_order(plan, p, kernels);
   plan_heads(plan, p, kernels);
+  plan_order(plan, p, kernels);
   plan_groups(plan, p, kernels);
   plan_serpentine(plan, p);
   plan_far_queries(plan, p);
@@ -264,14 +270,11 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
   if (p.q.dtype != DType::kBFloat16) return Unsupported{"needs bfloat16 q and kv"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};
-  const auto aligned = [](const View& v, int dims) {
-    bool ok = reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(dims); ++i) ok &= v.shape[i] <= 1 || v.stride[i] % 8 == 0;
-    return ok;
-  };
-  if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
+  using tile::rows_aligned;
+  if (!rows_aligned(p.q, 2) || !rows_aligned(p.kv, 1) || !rows_aligned(p.out, 2) || !rows_aligned(p.d_out, 2) ||
+      !rows_aligned(p.dq, 2))
     return Unsupported{"needs rows of q, kv, out, d_out and dq 16-byte aligned"};
-  if (!aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
+  if (!rows_aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
   // Kernels index dkv_accum in units of four fp32 or two fixed-point sums.
   const std::int64_t row_units = plan.dkv_accum == DkvAccum::none          ? 0
                                  : plan.dkv_accum == DkvAccum::fixed_point ? p.d_qk / 2
@@ -282,8 +285,8 @@ std::optional<runtime::Unsupported> unsupported(const Problem& p, const Plan& pl
   const auto far = [](const View& view, std::int64_t rows) {
     return rows > 1 && (view.stride[0] >= kLimit || view.stride[0] <= -kLimit);
   };
-  if (far(p.kv, p.s_kv) || most_entries(p) >= kLimit - 64)
-    return Unsupported{"needs topk and the row stride of kv below 2^31"};
+  if (most_entries(p) >= kLimit - 64) return Unsupported{"needs topk plus the window's keys below 2^31 - 64"};
+  if (far(p.kv, p.s_kv)) return Unsupported{"needs the row stride of kv below 2^31"};
   if (far(p.window_kv, p.window.s_w)) return Unsupported{"needs the row stride of window_kv below 2^31"};
   if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Unsupported{"needs s_q times blocks of 32 heads below 2^31"};
   return {};

@@ -88,11 +88,11 @@ struct Plan {
   bool window_distribution = false;  // the same over window keys, for the bounds alone
   std::optional<runtime::Planned<attention_distribution::Problem>> window_distribution_call;
   DkvAccum dkv_accum = DkvAccum::none;
-  bool ascending = false;               // CTAs process keys in ascending order …
-  bool orders_rows = false;             // … and a preprocess sorts the rows
+  bool ascending = false;               // CTAs process keys in ascending order
+  bool orders_rows = false;             // a preprocess sorts the rows, because CTAs need ascending ones
   bool order_clears_dkv_accum = false;  // the sorting kernel has enough CTAs to clear dkv_accum
   int serpentine_tiles = 0;             // serpentine wave order: tiles of a wave; 0: off
-  bool throttles = false;               // … and throttled: tile/gpu/throttle.hpp
+  bool throttles = false;               // ascending CTAs wait for slower ones: tile/gpu/throttle.hpp
   int max_lead = 0;                     // steps that a CTA may lead the average of its wave
   FarQueries far_queries;
   bool prefetch_dkv_accum = false;  // to L2, a step ahead
