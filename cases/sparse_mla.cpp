@@ -570,7 +570,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_window_problems() {
   add("127", {.h_q = 16, .d_qk = 512, .topk = 65, .window = 127, .s_w = 129});
   add("128", {.h_q = 64, .d_qk = 512, .topk = 63, .sink = Sink::kAny, .window = 128, .s_w = 129});
   add("129", {.h_q = 32, .topk = 66, .sink = Sink::kExtreme, .window = 129, .s_w = 131});
-  add("beyond", {.s_q = 5, .h_q = 8, .d_qk = 512, .window = 1000, .s_w = 5});
+  add("beyond", {.s_q = 5, .h_q = 8, .d_qk = 512, .window = INT64_MAX, .s_w = 5});
   add("fewer_rows_than_queries",
       {.s_q = 6, .h_q = 8, .d_qk = 512, .topk = 5, .sink = Sink::kExtreme, .window = 2, .s_w = 4});
   add("h_q_96", {.s_q = 3, .h_q = 96, .d_qk = 512, .topk = 20, .sink = Sink::kExtreme, .window = 20, .s_w = 21});
@@ -591,6 +591,13 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_window_problems() {
                        .window = 6,
                        .s_w = 20,
                        .window_rows = WindowRows::kExtreme});
+  add("beyond_extreme_rows", {.s_q = 16,
+                              .h_q = 8,
+                              .d_qk = 512,
+                              .topk = 5,
+                              .window = INT64_MAX,
+                              .s_w = 20,
+                              .window_rows = WindowRows::kExtreme});
   add("extreme_rows_h_q_64", {.s_q = 10,
                               .s_kv = 30,
                               .h_q = 64,

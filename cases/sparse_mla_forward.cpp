@@ -5,15 +5,18 @@
 namespace hopwell::cases {
 namespace {
 
-// Options of the call. `timed`: the shapes are too large for float64.
+// Options of the call. `out_unaligned`: rows of out are 513 elements apart. `timed`: the shapes are too large for
+// float64.
 struct Options {
-  bool share_keys = false, timed = false;
+  bool share_keys = false, out_unaligned = false, timed = false;
 };
 
 Instance make(Random& random, const SparseMla& p, const Options& options) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
-  Array& out = add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
+  SparseMla of_out = p;
+  if (options.out_unaligned) of_out.strided = true, of_out.gap = 1;
+  Array& out = add_array(instance, of_out, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
   Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
   const double size = options.timed ? 1 : rms(in.keys());  // rms of V
@@ -127,6 +130,7 @@ Suite sparse_mla_forward() {
   };
   for (const auto& problems : {sparse_mla_problems(), sparse_mla_window_problems(), more_window_problems()})
     for (const auto& [name, problem] : problems) add(name, problem);
+  add("out_unaligned_h_q_20", {.h_q = 20}, {.out_unaligned = true});
   add("d_qk_512_long_rows_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 512, .topk = 530});  // Hopper: without boxes
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)

@@ -75,6 +75,12 @@ struct Blocks {
 
   [[nodiscard]] HOPWELL_HOST_DEVICE std::int64_t slots() const { return blocks * block; }
 
+  // Whether every block begins at a multiple of `bytes` bytes.
+  [[nodiscard]] bool aligned(std::int64_t bytes) const {
+    return std::bit_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 &&
+           (blocks <= 1 || stride % bytes == 0);
+  }
+
   // Address of the data of a slot's row.
   [[nodiscard]] HOPWELL_HOST_DEVICE std::uint8_t* row(std::int64_t slot, std::int64_t pitch) const {
     return data + slot / block * stride + slot % block * pitch;

@@ -96,3 +96,15 @@ def test_max_logits_of_scores_that_are_infinite_and_nan(backend: str, h_q: int, 
     assert torch.equal(max_logits.cpu().nan_to_num(nan=-1.0), expected[:, None].expand(3, h_q).nan_to_num(nan=-1.0))
     assert lse.isnan().all()
     assert out[..., 0].isnan().all()
+
+
+@pytest.mark.parametrize("backend", [b for b in FORWARD if b.endswith(("sm80", "sm90"))])
+def test_kernels_refuse_keys_without_room_for_a_step_beyond_them(backend: str, rng: np.random.Generator) -> None:
+    """Kernels number keys and entries in int32, up to 1,024 beyond the last one. The rows of kv share memory."""
+    q, row = random(rng, backend, 1, 1, 512), random(rng, backend, 1, 512)
+    few = torch.zeros(1, 5, dtype=torch.int32, device=q.device)
+    for indices, window in ((few, None), (None, None), (few, 5)):
+        many = row.expand(2**31 - 1 - (window or 0), 512)
+        window_kv = None if window is None else row.expand(window, 512)
+        with pytest.raises(hopwell.Error, match=rf"{backend}: needs s_q, s_kv, .* below 2\^31 - 1024"):
+            hopwell.sparse_mla_forward(q, many, indices, SCALE, window_kv=window_kv, window=window, backend=backend)

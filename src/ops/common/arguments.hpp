@@ -3,6 +3,7 @@
 
 #include <hopwell/operators.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -117,7 +118,7 @@ WindowKeys check_window(Checker& check, const Args& args, DType dtype) {
   check.require(check["s_w"] <= INT32_MAX - check["s_kv"], "window_kv", "of at most 2^31 - 1 rows together with kv's",
                 check["s_w"]);
   return {kv,
-          {.size = *args.window,
+          {.size = std::min<std::int64_t>(*args.window, INT32_MAX),  // s_w is not larger
            .starts = start.as<const std::int32_t>(),
            .ends = end.as<const std::int32_t>(),
            .starts_stride = start ? start.stride[0] : 0,

@@ -21,8 +21,7 @@ inline runtime::PlanOr<runtime::NoPlan> plan(const Problem& p) {
   if (p.d % 4 != 0 || p.d > 65'536) return Unsupported{"needs d that is a multiple of 4, at most 65536"};
   if (p.format && !is_group_of_lanes(p.format->tile)) return Unsupported{"needs index keys of width 32, 64 or 128"};
   const std::int64_t alignment = p.format && p.format->scale_pitch == 4 ? 4 : 16;
-  if (reinterpret_cast<std::uintptr_t>(p.cache.data) % static_cast<std::uintptr_t>(alignment) != 0 ||
-      (p.cache.blocks > 1 && p.cache.stride % alignment != 0))
+  if (!p.cache.aligned(alignment))
     return Unsupported{"needs base and block stride of the cache in multiples of " + std::to_string(alignment) +
                        " bytes"};
   if (!runtime::fit_in_ints({p.n})) return Unsupported{"needs n below 2^31 - 1024"};

@@ -14,6 +14,8 @@
 
 #include "ops/sparse_mla_decode/op.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
+#include "runtime/launch.hpp"
+#include "tile/ceil_div.hpp"
 #include "tile/gpu/gather.hpp"
 #include "tile/paged_selection.hpp"
 
@@ -46,6 +48,9 @@ inline runtime::PlanOr<forward::Problem> forward_problem(const Problem& p) {
   if (p.out.dtype != DType::kBFloat16) return Unsupported{"needs out of bfloat16"};
   if (p.d_qk != 576 && p.d_qk != 512) return Unsupported{"needs d_qk 576 or 512"};
   if (p.d_v != 512) return Unsupported{"needs d_v 512"};
+  // Kernels store the number of a work tile in an int. A work tile is a query and up to 64 of its heads.
+  if (!runtime::fit_in_ints({p.b * p.q_len * tile::ceil_div(p.h_q, 64), p.keys.selection.topk, p.h_q}))
+    return Unsupported{"needs b · q_len · h_q / 64, topk and h_q below 2^31 - 1024"};
   const auto q = as_queries(p.q), out = as_queries(p.out), lse = as_queries(p.lse);
   if (!q || !out || !lse) return Unsupported{"needs q, out and lse with equal distances between all queries"};
   forward::Problem f;
@@ -60,10 +65,6 @@ inline runtime::PlanOr<forward::Problem> forward_problem(const Problem& p) {
   return f;
 }
 
-inline bool cache_aligned(const Problem& p) {
-  return reinterpret_cast<std::uintptr_t>(p.keys.cache.data) % 16 == 0 && p.keys.cache.stride % 16 == 0;
-}
-
 // ---- parameters of kernels ----
 
 struct PagedParams : forward::HOPWELL_TARGET::Params {
@@ -74,7 +75,7 @@ struct PagedParams : forward::HOPWELL_TARGET::Params {
 inline PagedParams params_of(const Problem& problem, const forward::Problem& f) {
   PagedParams p{forward::HOPWELL_TARGET::params_of(f, tile::params_of(f.selection)), problem.keys.selection,
                 problem.keys.cache.stride / 2};
-  p.aligned = tile::rows_aligned(f.q, 2) && cache_aligned(problem);
+  p.aligned = tile::rows_aligned(f.q, 2) && problem.keys.cache.aligned(16);
   return p;
 }
 

@@ -1,5 +1,5 @@
-// sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache without
-// splits, or the split kernel (sm80/split.hpp).
+// sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache
+// without splits, or the split kernel (sm80/split.hpp).
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
@@ -13,10 +13,7 @@ struct Plan {
   std::size_t workspace_bytes = 0;
 };
 
-bool forward_supports(const Problem& p) {
-  return tile::rows_aligned(p.q, 3) && cache_aligned(p) && tile::rows_aligned(p.out, 3, 4) &&
-         p.b * p.q_len * forward::HOPWELL_TARGET::head_tiles(p.h_q) < std::int64_t{1} << 31;
-}
+bool forward_supports(const Problem& p) { return tile::rows_aligned(p.q, 3) && p.keys.cache.aligned(16); }
 
 HeadsOfTile kernel_for(const Problem& p) {
   const int heads = p.h_q <= 8 ? 8 : p.h_q <= 16 || !p.format ? 16 : 32;

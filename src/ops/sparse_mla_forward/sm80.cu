@@ -13,16 +13,14 @@ runtime::PlanOr<TrimmedRowsPlan> plan(const Problem& p) {
   if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1))
     return Unsupported{"needs rows of q and kv 16-byte aligned"};
   if (p.window && !tile::rows_aligned(p.window_kv, 1)) return Unsupported{"needs rows of window_kv 16-byte aligned"};
-  if (!tile::rows_aligned(p.out, 2, 4)) return Unsupported{"needs rows of out 4-byte aligned"};
-  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk + p.window.most_keys() >= kLimit ||
-      p.s_q * head_tiles(p.h_q) >= kLimit)
-    return Unsupported{"needs s_q, s_kv, topk (with the window's keys) and s_q times the tiles of 64 heads below 2^31"};
+  const std::int64_t keys = p.s_kv + p.window.s_w, keys_of_query = p.topk + p.window.most_keys();
+  if (!runtime::fit_in_ints({p.s_q, keys, keys_of_query, p.h_q, p.s_q * head_tiles(p.h_q)}))
+    return Unsupported{"needs s_q, s_kv, topk (both with the window's), h_q and s_q · h_q / 64 below 2^31 - 1024"};
   return trimmed_rows_plan(p);
 }
 
 void launch(const Problem& problem, const TrimmedRowsPlan& plan, void* workspace, Stream stream) {
-  if (problem.s_q == 0 || problem.h_q == 0) return;
+  if (problem.s_q == 0) return;
   trim_rows(problem, plan.trimmed, workspace, stream);
   const auto selection = selection_of(problem, plan.trimmed, workspace);
   constexpr const char* kName = "sparse_mla_forward";

@@ -22,6 +22,7 @@
 #include "ops/sparse_mla_decode/gpu/merge.hpp"
 #include "runtime/launch.hpp"
 #include "runtime/workspace.hpp"
+#include "tile/ceil_div.hpp"
 #include "tile/gpu/e4m3.hpp"
 #include "tile/gpu/views.hpp"
 #include "tile/log2_scale.hpp"
@@ -43,10 +44,6 @@ struct SplitPlan {
   [[nodiscard]] bool needs_merge_kernel() const { return ctas_of_query > 1 && !distribution.in_cluster; }
 };
 
-inline bool blocks_aligned(const mla_cache::Blocks& cache) {
-  return reinterpret_cast<std::uintptr_t>(cache.data) % 16 == 0 && (cache.blocks <= 1 || cache.stride % 16 == 0);
-}
-
 // Why the split kernel does not support a problem, or null.
 inline const char* unsupported_by_splits(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return "needs q of bfloat16";
@@ -55,8 +52,8 @@ inline const char* unsupported_by_splits(const Problem& p) {
   if (p.d_v != kDv) return "needs d_v 512";
   if (!tile::rows_aligned(p.q, 3, 4)) return "needs rows of q 4-byte aligned";
   if (!tile::rows_aligned(p.out, 3, 4)) return "needs rows of out 4-byte aligned";
-  if (!blocks_aligned(p.keys.cache) || (p.extra && !blocks_aligned(p.extra->cache)) ||
-      (p.rope_cache && !blocks_aligned(*p.rope_cache)))
+  if (!p.keys.cache.aligned(16) || (p.extra && !p.extra->cache.aligned(16)) ||
+      (p.rope_cache && !p.rope_cache->aligned(16)))
     return "needs base and block stride of cache in multiples of 16 bytes";
   return nullptr;
 }
@@ -73,8 +70,8 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
   SplitPlan plan;
   const HeadsOfTile tile = kernel_for(p);
   plan.heads = tile.heads, plan.kernel = tile.kernel;
-  plan.head_tiles = (p.h_q + plan.heads - 1) / plan.heads;
-  const auto splits_of = [&](const Keys& keys) {
+  plan.head_tiles = tile::ceil_div(p.h_q, plan.heads);
+  const auto splits_of = [&](const Keys& keys) {  // not by ceil_div, because keys_per_split may be almost 2^63
     const std::int64_t topk = keys.selection.topk;
     return topk / p.keys_per_split + (topk % p.keys_per_split != 0 ? 1 : 0);
   };
@@ -96,8 +93,7 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
                            .clusters = can_merge ? plan.kernel.clusters_that_fit(p.device, plan.splits) : 0},
                           *plan.kernel.clocks);
   }
-  const std::int64_t of_cta = plan.distribution.splits_of_cta;
-  plan.ctas_of_query = (plan.splits + of_cta - 1) / of_cta;
+  plan.ctas_of_query = tile::ceil_div(plan.splits, plan.distribution.splits_of_cta);
   const std::int64_t ctas_of_query = plan.ctas_of_query * plan.head_tiles;
   constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
   plan.queries_at_once = std::min({queries, kMostCtas / std::max(ctas_of_query, p.h_q)});
