@@ -22,13 +22,15 @@ struct Decode {
   std::int64_t keys_per_split = 4096;
   DType dtype = DType::kBFloat16, cache = DType::kBFloat16;  // of q; of rows that are not quantised
   bool out_fp32 = false, flat = false, strided = false, lse = true;
-  std::int64_t strides_gap = 8;  // of strided q and out, elements
-  std::int64_t max_blocks = 0;   // 0: entries are slots
+  std::int64_t strides_gap = 8, out_gap = 8;  // of strided q, and of strided out, elements
+  std::int64_t max_blocks = 0;                // 0: entries are slots
   enum class Lens { kNone, kSequence, kQuery } context_lens = Lens::kNone, topk_length = Lens::kNone;
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;
-  enum class Entries { kAny, kEmptyRows, kTwice, kOne } entries = Entries::kAny;
-  // Any: also negative ones and 0. Some: now and then one that GPUs decode in another way.
-  enum class Scales { kPow2, kAny, kSome } scales = Scales::kPow2;
+  // Peaked, for rows of V4: the first entry has score 0, and all others are one row with a score of -7.7.
+  enum class Entries { kAny, kEmptyRows, kTwice, kOne, kPeaked } entries = Entries::kAny;
+  // Any: also negative ones and 0. Some: now and then one that GPUs decode in another way. Small: the smallest that
+  // mla_cache_append writes.
+  enum class Scales { kPow2, kAny, kSome, kSmall } scales = Scales::kPow2;
   float kv_scale = 0;  // 0: not given
   bool scale_array = false, rope_cache = false;
   bool planted_nan = false, nan_scale = false;  // in a selected row: a number or a code, or a scale
@@ -112,6 +114,10 @@ double as_bf16(double x) {
   return double{std::bit_cast<float>((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000U)};
 }
 
+// The only element of a row that q multiplies if entries are peaked, and its number. As small as codes times 2^-22.
+constexpr double kPeakedElement = -0x1.ECp2 * 0x1p-17;
+constexpr std::int64_t kPeakedColumn = 448;
+
 // Random codes and bf16 elements for a row, and their values. Reserved bytes stay NaN. plants: this row has the NaN.
 void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t slot, bool plants, double* values) {
   const std::int64_t row = slot % bytes.block;
@@ -129,11 +135,13 @@ void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t s
   const auto plain = [&](std::int64_t at, double* to) {
     for (std::int64_t j = 0; j < 64; ++j) {
       to[j] = as_bf16(random.normal());
+      if (p.entries == Decode::Entries::kPeaked) to[j] = j > 0 || slot == 0 ? 0 : kPeakedElement;
       bytes.put(slot, at + 2 * j, std::bit_cast<std::uint32_t>(static_cast<float>(to[j])) >> 16, 2);
     }
   };
   const auto exponent = [&] {
     if (p.scales == Decode::Scales::kSome && random.below(40) == 0) return -24;
+    if (p.scales == Decode::Scales::kSmall) return -22;
     return static_cast<int>(random.below(4)) - 10;
   };
   const auto exponent_byte = [&](std::int64_t g) {
@@ -246,6 +254,7 @@ void fill_indices(const Decode& p, Random& random, CacheData& c, std::int64_t li
     if (p.entries == Decode::Entries::kEmptyRows && row % 2 == 0) entry = invalid[random.below(6)];
     if (p.entries == Decode::Entries::kTwice && j % 2 == 1) entry = static_cast<std::int64_t>(c.indices->get(j - 1));
     if (p.entries == Decode::Entries::kOne) entry = 3;
+    if (p.entries == Decode::Entries::kPeaked) entry = j % c.topk == 0 ? 0 : 1;
     c.indices->set(j, static_cast<double>(entry));
   }
 }
@@ -281,6 +290,8 @@ Inputs add_inputs(Instance& instance, const Decode& p, Random& random) {
   Inputs in;
   in.q = &add_tensor(instance, p, "q", p.dtype, query_shape(p, {p.h_q, p.d_qk}), p.strides_gap)
               .fill_normal(random, p.q_size);
+  for (std::int64_t j = 0; p.entries == Decode::Entries::kPeaked && j < in.q->size(); ++j)
+    in.q->set(j, j % p.d_qk == kPeakedColumn ? 0x1p17 / static_cast<double>(p.sm_scale) : 0);
   if (p.max_blocks > 0)
     in.context_lens =
         add_counts(instance, p, random, "context_lens", p.context_lens, p.max_blocks * p.block,
@@ -374,7 +385,7 @@ Instance make(Random& random, const Decode& p, bool timed) {
   Instance instance;
   const Inputs in = add_inputs(instance, p, random);
   const DType out_type = p.out_fp32 ? DType::kFloat32 : p.dtype;
-  Array& out = add_tensor(instance, p, "out", out_type, query_shape(p, {p.h_q, p.d_v}), p.strides_gap);
+  Array& out = add_tensor(instance, p, "out", out_type, query_shape(p, {p.h_q, p.d_v}), p.out_gap);
   instance.expect(out, tolerance(p, timed ? 1 : rms_of_keys(p, in)));
   Array* lse = nullptr;
   if (p.lse) {
@@ -470,7 +481,8 @@ Problems problems_of_many_heads() {
                      .max_blocks = 6,
                      .context_lens = Lens::kSequence});
   add("v32_strided", {.rows = Rows::kV32, .b = 1, .q_len = 3, .h_q = 40, .out_fp32 = true, .strided = true});
-  add("v32_unaligned_q", {.rows = Rows::kV32, .b = 1, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2});
+  add("v32_unaligned_q",
+      {.rows = Rows::kV32, .b = 1, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2, .out_gap = 2});
   add("v32_large_scores", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 200, .q_size = 100});
   add("v32_negative_scale", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 130, .sm_scale = -0.5F});
   return all;
@@ -507,6 +519,8 @@ Problems plain_problems() {
       {"bf16_large_scores", {.topk = 200, .q_size = 200}},
       {"bf16_negative_scale", {.topk = 130, .sm_scale = -0.5F}},
       {"bf16_strided", {.b = 3, .q_len = 1, .strided = true}},
+      {"bf16_out_unaligned", {.b = 3, .q_len = 1, .strided = true, .out_gap = 1}},
+      {"bf16_one_block", {.blocks = 1, .block = 90, .gap = 3}},
       {"bf16_q_len_8", {.b = 1, .q_len = 8}},
   };
   for (const std::int64_t h_q : {1, 5, 8, 32, 33, 64, 96, 128})
@@ -621,6 +635,14 @@ Problems other_problems() {
   add("v32_some_scales", {.rows = Rows::kV32, .b = 3, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
   add("v41_some_scales",
       {.rows = Rows::kV41, .b = 3, .h_q = 5, .d_qk = 512, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v4_small_scales", {.rows = Rows::kV4,
+                          .b = 1,
+                          .q_len = 1,
+                          .h_q = 8,
+                          .d_qk = 512,
+                          .topk = 256,
+                          .entries = Decode::Entries::kPeaked,
+                          .scales = Decode::Scales::kSmall});
   add("v32_nan_code", {.rows = Rows::kV32, .b = 3, .planted_nan = true});
   add("v32_nan_scale", {.rows = Rows::kV32, .b = 3, .nan_scale = true});
   add("v4_nan_scale_splits",

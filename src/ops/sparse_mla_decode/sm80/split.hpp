@@ -2,23 +2,27 @@
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 16 rows of a product, heads its 8 columns
 //
-// Tile      one query, 8, 16 or 32 heads, one split of its entries; 32 keys per step
+// Tile      one query, 8 or 16 heads, or 32 for rows with codes, one split of its entries; 32 keys per step
 // Roles     eight warps. K: warp w has columns 64 w to 64 w + 63 of all keys, and warps 0 to 3 have 16 columns of RoPE
 //           each. Every warp writes its share of S. Softmax: a warp has one, two or four heads, and adds the eight
 //           shares in order. Output: warp w has columns 64 w to 64 w + 63
 // Timeline  step     0                                                  1
 //           copies   keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  keys 3 ▓▓▓▓ …      half before each half of S
 //           warps    wait 0 │ S ▓▓▓▓▓ │ softmax ▓ │ O += P V ▓▓▓▓▓     │ wait 1 │ S …
+//           with 3 stages: rows with codes and up to 16 heads. With 2 stages, step 0 copies keys 1
 // Codes     Both products read the raw codes by ldmatrix and decode them in registers to fp16, which has every e4m3
 //           number. Seen as 16-bit elements, ldmatrix.trans gives two columns of two keys in a word. Q is fp16 too,
 //           divided by a power of two for each head so that its largest element is within 2^14 … 2^15. A block's scale
-//           multiplies its share of S in fp32, and P in fp16. This is exact for scales that are powers of two from
-//           2^-22 to 2^7. If a step has other scales, its blocks are decoded to bf16(fp32(code · scale)) in fp32,
-//           as the operator defines them, and multiplied as bf16. A NaN code makes the key's scores NaN
-// Entries   256 at a time. The rows of valid entries are listed in order, so steps are full and invalid entries cost
-//           nothing. Rows past the last one are filled with zeros and masked
+//           multiplies its share of S in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13 to
+//           2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, its
+//           blocks are decoded to bf16(fp32(code · scale)) in fp32, as the operator defines them, and multiplied as
+//           bf16. A NaN code makes the key's scores NaN
+// Entries   256 at a time. The rows of valid entries are listed in order, so all steps of a list but the last are full,
+//           and invalid entries cost no step. Rows past the last one are filled with zeros and masked
 // Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
-//           registers: Q 20 + O 32 + ~70 (128: two CTAs per SM; 16 heads of V4, and 32 heads: one)
+//           registers: Q 20 + O 32 + ~70: 128, for two CTAs per SM; 16 heads of V4, and 32 heads: one. Hopper's SM
+//           has shared memory for both. An A100's, with 164 KB, has room for one CTA with 16 heads of V3.2 rows with
+//           RoPE, with 16 heads of bf16 rows, or with 8 heads of bf16 rows of d_qk 576
 // Bound     memory; then issue slots: about 130 instructions of a warp per key for 16 heads
 #pragma once
 
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   float scale_log2 = 0;
   Copies<Config> copies{p, s, 0, Entries(p, Work(p, Config::kHeads)).count};
   const auto after = [](int stage) { return stage == Config::kStages - 1 ? 0 : stage + 1; };
-  q.load(p, s, Work(p, Config::kHeads));  // in flight while the entries are listed
+  q.load(p, s, Work(p, Config::kHeads));  // for rows of bf16 in flight while the entries are listed
   // The steps before step 0 only start copies, so that the code for lists exists once.
   HOPWELL_NO_UNROLL
   for (int step = 1 - Config::kStages, stage = 0, free = 0; step < 0 || step < copies.steps; ++step) {

@@ -68,7 +68,7 @@ HOPWELL_DEVICE float unit_of_output(int warp) {
   return Config::Row::is_plain(warp) ? 1 : Config::kScaleUnit * Config::Codes::kUnit;
 }
 
-// O += P V for a block of codes with exact scales, 16 keys.
+// O += P V for a block of codes with exact scales, 16 keys. The products of P and scales are rounded to fp16.
 template <class Config>
 HOPWELL_DEVICE void accumulate_codes(const SplitStorage<Config>& s, int stage, int key, Output<Config>& out) {
   using Row = typename Config::Row;
@@ -79,8 +79,9 @@ HOPWELL_DEVICE void accumulate_codes(const SplitStorage<Config>& s, int stage, i
   for (int i = 0; i < Row::kScales; ++i) {
     HOPWELL_UNROLL
     for (int n = 0; n < 2; ++n) {
-      [[maybe_unused]] const uint32_t scales =
-          *reinterpret_cast<const uint32_t*>(&s.scales[warp][i][key + 8 * n + tile::fragment_column()]);
+      uint32_t scales = 0;
+      if constexpr (Row::kHasScales)
+        scales = *reinterpret_cast<const uint32_t*>(&s.scales[warp][i][key + 8 * n + tile::fragment_column()]);
       HOPWELL_UNROLL
       for (int j = 0; j < Config::kHeadBlocks; ++j)
         b[i][j][n] = Row::kHasScales ? arch::multiply_fp16(p[j][n], scales) : p[j][n];

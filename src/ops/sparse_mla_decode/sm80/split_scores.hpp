@@ -7,13 +7,14 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // ---- Q ----------------------------------------------------------------------------------------------------------------
 
-// A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse.
+// A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse. It
+// is at most 2^100, because it must fit in fp32: a largest |q| below 2^-86 stays below 2^14. It is 1 if an element is
+// infinite or NaN, because fp16 has these values too.
 struct QueryUnit {
   float down, up;
 };
 HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   const int of_largest = int(arch::bit_cast<uint32_t>(largest) >> 23) - 127;
-  // Infinities and NaN need no unit. Of smaller elements nothing is left in the scores.
   const int e = of_largest == 128 ? 0 : of_largest < -86 ? -100 : of_largest - 14;
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
@@ -97,10 +98,12 @@ struct Query {
 
 // ---- S = K Q ----------------------------------------------------------------------------------------------------------
 
-// Whether products of fp16 are exact for a scale: 0, or a power of two from 2^-22 to 2^7.
+// Whether fp16 is exact for a scale and precise enough for its products with P: 0, or a power of two from 2^-13 to 2^7.
+// A factor of P is 2^8 · scale, and fp16 loses products below 2^-25. So n keys of a split lose at most
+// n · 2^-25 / (2^8 · scale) of a sum of probabilities that is at least 1: for 2^-13 and 2,048 keys 0.2 %.
 HOPWELL_DEVICE bool is_exact_scale(float scale) {
   const uint32_t bits = arch::bit_cast<uint32_t>(scale), exponent = bits >> 23;
-  return bits == 0 || ((bits & 0x7fffff) == 0 && exponent >= 127 - 22 && exponent <= 127 + 7);
+  return bits == 0 || ((bits & 0x7fffff) == 0 && exponent >= 127 - 13 && exponent <= 127 + 7);
 }
 
 template <class Config>
@@ -224,7 +227,8 @@ HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int 
   }
 }
 
-// Loads the scales of this warp's block, key `lane`, and writes them as factors of P. Returns whether all are exact.
+// Loads the scales of this warp's block, key `lane`, and writes them as factors of P. Returns whether the scales of all
+// valid keys are exact. Other rows are zeros, so their scales are 0 as fp16, but a byte of 0 is the scale 2^-127.
 template <class Config>
 HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
   using Row = typename Config::Row;
@@ -233,7 +237,7 @@ HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scal
   HOPWELL_UNROLL
   for (int i = 0; i < Row::kScales; ++i) {
     scale[i] = Row::scale(s.stages[stage] + lane * Row::kPitch, warp, i);
-    exact = exact && is_exact_scale(scale[i]);
+    exact = exact && (lane >= s.keys[stage] || is_exact_scale(scale[i]));
     s.scales[warp][i][lane] = uint16_t(arch::pack_fp16(scale[i] * Config::kScaleUnit, 0));
   }
   return arch::ballot(!exact) == 0;
