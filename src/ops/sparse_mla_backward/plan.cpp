@@ -31,8 +31,8 @@ DkvAccum dkv_accum_of(const Problem& p) {
   return output ? DkvAccum::output : DkvAccum::scratch;
 }
 
-// Bytes of dkv_accum for the rows of kv. The rows of window_kv do not count, because CTAs add to a few adjacent ones at a
-// time.
+// Bytes of dkv_accum for the rows of kv. The rows of window_kv do not count, because CTAs add to a few adjacent ones at
+// a time.
 std::int64_t sum_bytes(const Problem& p) { return p.s_kv * p.d_qk * 4; }
 
 // A setting of plan_order or plan_throttle pays if dkv_accum exceeds `numerator / denominator` of L2, and if memory is

@@ -19,7 +19,8 @@ sparse_mla_decode = Operator(
         its slot exists; with block_tables p must be visible, too. Entries that occur twice count twice. A row without a
         valid entry gives out 0 and lse +inf. Entries of extra_indices join the same softmax. The softmax is computed
         for splits of keys_per_split entries, each cache by itself, and splits are merged in order. Therefore the
-        results of a query have the same bits in any call with the same keys_per_split. Values of quantised rows are
+        results of a query have the same bits in any call with the same keys_per_split. One exception: on GPUs a call
+        with rows of bf16 may have other bits if it needs no splits, see docs/bits.md. Values of quantised rows are
         bf16(fp32(code * scale)); with one scale for the whole cache, kv_scale multiplies scores and out.
     """,
     arguments=(

@@ -22,7 +22,7 @@ struct Params {
   int64_t q_stride_s, q_stride_h, kv_stride_s, sink_stride;  // elements
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
   uint32_t work_tiles;  // of all queries; persistent kernels only
-  int h_q, head_tiles;  // head tiles per query; persistent kernels only
+  int h_q, head_tiles;  // head tiles per query
   int queries_at_once;  // per CTA; in the kernel for few heads on Hopper
   bool aligned;         // rows of q and kv are 16-byte aligned
   bool out_aligned;     // rows of out are 16-byte aligned

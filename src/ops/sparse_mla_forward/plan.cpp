@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "tile/ceil_div.hpp"
+
 namespace hopwell::ops::sparse_mla_forward {
 namespace {
 
@@ -11,7 +13,7 @@ constexpr int kManyHeads = 64;
 
 Plan plan_of(const Problem& problem) {
   const int tile_heads = problem.h_q <= 16 ? 16 : problem.h_q <= 32 ? 32 : kManyHeads;
-  const auto head_tiles = (problem.h_q + tile_heads - 1) / tile_heads, work_tiles = problem.s_q * head_tiles;
+  const auto head_tiles = tile::ceil_div(problem.h_q, tile_heads), work_tiles = problem.s_q * head_tiles;
   Plan plan{.tile_heads = tile_heads,
             .head_tiles = static_cast<int>(head_tiles),
             .queries_at_once = tile_heads < kManyHeads && problem.s_q > problem.device.sms ? 2 : 1,

@@ -1,5 +1,5 @@
-// The preprocess of sparse_mla_forward that finds the last valid entry of each index row: for which calls, and where the
-// lengths are. tile/gpu/trim_rows.hpp runs on the device.
+// sparse_mla_forward: the plan of a preprocess that finds the last valid entry of each index row. It says which calls
+// run the preprocess, and where the workspace has the lengths. tile/gpu/trim_rows.hpp runs on the device.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ inline TrimmedRows place_trimmed_rows(const Problem& p, runtime::WorkspaceLayout
   return {true, layout.reserve(4 * p.s_q)};
 }
 
-// The plan of a backend that decides nothing else before its launch.
+// The plan of sm80 and sm100, which plan nothing but this preprocess.
 struct TrimmedRowsPlan {
   TrimmedRows trimmed;
   std::size_t workspace_bytes = 0;

@@ -57,9 +57,10 @@ struct Entries {
     visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
     block = is_extra ? p.extra_block : p.block, blocks = uint32_t(selection.blocks);
   }
-  /// Entry `at`, or -1 if the splits end before it. The entry's page, which is 0 without a table. Two functions, so
-  /// that loads need not follow each other at once.
+  /// Entry `at`, or -1 if the splits end before it.
   HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
+  /// The page of an entry; 0 without a table, or if the entry is not valid. Not a part of slot(), so that a caller can
+  /// start the loads of several entries before it waits for one.
   HOPWELL_DEVICE int page(int entry) const { return table && uint32_t(entry) < visible ? table[entry / block] : 0; }
   /// The slot that an entry names, or -1 if it is not valid.
   HOPWELL_DEVICE int slot(int entry, int page) const {

@@ -13,9 +13,9 @@
 // Bits      of a head do not depend on the tile: the halves of scores, and the keys of a step, are added in one order
 // Budget    64 heads: shared: K 2 × 32 × 1,168 + S 2 × 10,240 + P 5,120 + 64 = 100,416 B and the entries (of 101,376 on
 //           the smallest GPU); registers: Q 72 + O 128 + ~50, of 255
-// Demands   a step of 64 heads, d_qk 576, in clocks of an A100's SM: 2,176 of tensor cores; 2,100 of shared memory,
-//           including 1,150 for S; 36,864 B from L2
-// Bound     the phases of a step follow each other: shared memory for S, latency for the softmax, tensor cores for O
+// Bound     the phases of a step follow each other: shared memory for S, latency for the softmax, tensor cores for O. A
+//           step of 64 heads, d_qk 576, takes 2,176 clocks of tensor cores and 2,100 of shared memory, of which 1,150
+//           for S (an A100's SM), and 36,864 B from L2
 #pragma once
 
 #include <cmath>
@@ -45,16 +45,16 @@ struct Tile {
   static constexpr int kColumnsOfWarp = 512 / kWarps;                      // of the output
   // Rows in elements. Eight rows have the same column in different banks.
   static constexpr int kPitch = kDqk + 8, kPitchP = kKeys + 8;
-  static_assert(kSteps / 2 == kDqk / 64);  // a copy of each thread for two steps
 };
 
 template <class KernelParams>
 using EntriesOf = decltype(entries_of(std::declval<const KernelParams&>(), 0));
 
-// A half of the scores of a head in a step, and, in the space that separates rows in their banks, its softmax.
+// Scores of a head in a step, over half of the columns. The padding that keeps rows in different banks has the head's
+// softmax.
 struct HeadRow {
   float scores[32];
-  float row_max[2];   // before an even and before an odd step; row_max[0] after the last step
+  float row_max[2];   // [stage]: before the step in that stage. The last step is in stage 1 and writes row_max[0]
   float sum, factor;  // factor: row_scale of a step; at the end the output's factor
   float unused[4];
 };
@@ -169,6 +169,7 @@ HOPWELL_DEVICE void multiply_scores(SharedStorage<T>& s, int stage, const Query<
   const uint32_t keys =
       arch::shared_address(&s.keys[stage][tile.first_key + lane % 8][tile.half * T::kColumns + lane / 8 * 8]);
   float acc[T::kScoreKeys / 8][4] = {};
+  static_assert(Copies<T>::kChunks == T::kSteps / 2);
   HOPWELL_UNROLL
   for (int step = 0; step < T::kSteps; step += 2) {
     next.issue(step / 2);
