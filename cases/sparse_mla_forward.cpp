@@ -5,8 +5,8 @@
 namespace hopwell::cases {
 namespace {
 
-// Options of the call. `out_unaligned`: rows of out are 513 elements apart. `timed`: the shapes are too large for
-// float64.
+// Options of the call. `out_unaligned`: the distance of rows of out is 513 elements. `timed`: the shapes are too large
+// for float64.
 struct Options {
   bool share_keys = false, out_unaligned = false, timed = false;
 };
