@@ -18,6 +18,23 @@ struct PerQuery {
   }
 };
 
+// Which slot an entry of a query names. Block: int, or in kernels tile::Divisor.
+template <class Block>
+struct PagedSlots {
+  const std::int32_t* table;  // of the sequence, or null: entries are slots
+  std::uint32_t visible;      // entries from this number on are not valid
+  std::uint32_t blocks;       // pages from this number on do not exist
+  Block block;                // rows of a page
+
+  // The slot of an entry, or -1 if the entry is not valid.
+  [[nodiscard]] HOPWELL_HOST_DEVICE std::int32_t of(std::int32_t entry) const {
+    if (std::uint32_t(entry) >= visible) return -1;
+    if (table == nullptr) return entry;
+    const std::int32_t page = table[entry / block];
+    return std::uint32_t(page) < blocks ? page * block + entry % block : -1;
+  }
+};
+
 // Entries are slots, or with block tables positions of a sequence.
 struct PagedSelection {
   const std::int32_t* indices = nullptr;  // [b, q_len, topk]
@@ -46,13 +63,14 @@ struct PagedSelection {
     const std::int64_t length = context_lens.at(b, i);
     return clamped(lens_per_query ? length : length - q_len + 1 + i, positions);
   }
-  // The slot that an entry of sequence b names, or -1. visible: see above.
-  [[nodiscard]] HOPWELL_HOST_DEVICE std::int32_t slot(std::int64_t b, std::int64_t visible, std::int32_t entry) const {
-    if (entry < 0 || entry >= visible) return -1;
-    if (!has_tables) return entry;
-    const auto rows = static_cast<std::int32_t>(block);
-    const std::int32_t page = block_tables[b * tables_stride + entry / rows];
-    return page < 0 || page >= blocks ? -1 : page * rows + entry % rows;
+  // The slots of sequence b. `limit`: entries from this number on are not valid, see visible(). `rows`: the block, as an
+  // int or as a divisor.
+  template <class Block>
+  [[nodiscard]] HOPWELL_HOST_DEVICE PagedSlots<Block> slots(std::int64_t b, std::int64_t limit,
+                                                            const Block& rows) const {
+    constexpr std::int64_t kMost = std::int64_t{1} << 31;  // more than any int32
+    return {has_tables ? block_tables + b * tables_stride : nullptr, std::uint32_t(clamped(limit, kMost)),
+            std::uint32_t(blocks), rows};
   }
 
  private:

@@ -75,7 +75,7 @@ class Search final : public cpu::IndexSearch {
   }
 
   [[nodiscard]] std::int32_t slot_of(std::int64_t b, std::int32_t position) const {
-    return p_.positions.slot(b, p_.most_positions(), position);
+    return p_.positions.slots(b, p_.most_positions(), static_cast<int>(p_.positions.block)).of(position);
   }
   [[nodiscard]] std::int32_t index_of(std::int64_t b, std::int32_t position) const {
     return p_.slots ? slot_of(b, position) : position;

@@ -92,12 +92,13 @@ class Worker {
   // Loads the rows of a tile's valid entries and returns their number. Rows of other entries are never read.
   std::int64_t gather(std::int64_t b, std::int64_t i, const Tile& tile) {
     const PagedSelection& selection = tile.keys->selection;
-    const std::int64_t last = std::min(tile.last, selection.length(b, i)), visible = selection.visible(b, i);
+    const std::int64_t last = std::min(tile.last, selection.length(b, i));
+    const PagedSlots<int> slots = selection.slots(b, selection.visible(b, i), static_cast<int>(selection.block));
     const std::int64_t width = p_.rope_cache ? p_.d_v : p_.d_qk;
     const LatentCache cache{tile.keys->cache, p_.format, p_.row_type, width};
     std::int64_t count = 0;
     for (std::int64_t entry = tile.first; entry < last; ++entry) {
-      const std::int32_t slot = selection.slot(b, visible, selection.row(b, i)[entry]);
+      const std::int32_t slot = slots.of(selection.row(b, i)[entry]);
       if (slot < 0) continue;
       float* row = rows_.get() + count++ * p_.d_qk;
       load_latent_row(cache, slot, row);

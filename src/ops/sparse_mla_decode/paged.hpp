@@ -83,36 +83,21 @@ inline PagedParams params_of(const Problem& problem, const forward::Problem& f) 
 struct PagedEntries {
   const int* row;
   int length;
-  uint32_t visible;  // entries from this number on are not valid
-  const int* table;  // or null
-  int blocks, block;
+  PagedSlots<int> slots;
 
   /// Entry i; -1 beyond the length.
   HOPWELL_DEVICE int at(int i) const { return i < length ? row[i] : -1; }
-  /// The slot that an entry names, or -1 if it is not valid.
-  HOPWELL_DEVICE int slot(int entry) const {
-    if (uint32_t(entry) >= visible) return -1;
-    if (!table) return entry;
-    const int page = table[entry / block];
-    return uint32_t(page) < uint32_t(blocks) ? page * block + entry % block : -1;
-  }
   /// The slot of entry i, or -1 if it is not valid. `entry`: at(i).
-  HOPWELL_DEVICE int key(int, int entry) const { return slot(entry); }
-  HOPWELL_DEVICE int key(int i) const { return slot(at(i)); }
+  HOPWELL_DEVICE int key(int, int entry) const { return slots.of(entry); }
+  HOPWELL_DEVICE int key(int i) const { return slots.of(at(i)); }
   /// Number of tiles of `size` entries; the last tile may be partial.
   HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }
 };
 
 HOPWELL_DEVICE PagedEntries entries_of(const PagedParams& p, int query) {
   const PagedSelection& s = p.paged;
-  const int64_t b = query / s.q_len, i = query % s.q_len, visible = s.visible(b, i);
-  constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
-  return {s.row(b, i),
-          int(s.length(b, i)),
-          uint32_t(visible < kMost ? visible : kMost),
-          s.has_tables ? s.block_tables + b * s.tables_stride : nullptr,
-          int(s.blocks),
-          int(s.block)};
+  const int64_t b = query / s.q_len, i = query % s.q_len;
+  return {s.row(b, i), int(s.length(b, i)), s.slots(b, s.visible(b, i), int(s.block))};
 }
 
 // The row of a slot.
@@ -126,10 +111,10 @@ HOPWELL_DEVICE const bf16* row_of(const PagedParams& p, int slot) {
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const PagedParams& p, const PagedEntries& entries, int, int entry) {
-  const int slot = entries.slot(entry);
+  const int slot = entries.slots.of(entry);
   if (slot < 0) return kNoRow;
   if (!kAligned) return uint32_t(slot);
-  const uint32_t block = uint32_t(entries.block), row = uint32_t(slot);
+  const uint32_t block = uint32_t(entries.slots.block), row = uint32_t(slot);
   return row / block * uint32_t(p.block_stride / 8) + row % block * uint32_t(p.kv_stride_s / 8);
 }
 // Source of a lane's chunk of a row. The source of an invalid row must not be read.

@@ -31,11 +31,8 @@ struct Entries {
   const unsigned char* data;  // of the cache
   int64_t stride;             // bytes from block to block
   const int* row;
-  const int* table;  // or null
   int count;
-  uint32_t visible;     // entries from this number on are not valid
-  uint32_t blocks;      // pages from this number on do not exist
-  tile::Divisor block;  // rows of a block, which are the slots of a table's page
+  PagedSlots<tile::Divisor> slots;
 
   // Of the splits of `work` from number `from` on that are in the same cache.
   HOPWELL_DEVICE Entries(const SplitParams& p, const Work& work, int from = 0) {
@@ -43,31 +40,19 @@ struct Entries {
     const bool is_extra = split >= p.splits_of_keys;
     const Keys& keys = is_extra ? p.extra : p.keys;
     const PagedSelection& selection = keys.selection;
-    const int64_t b = query / p.q_len, i = query - b * p.q_len, visible_entries = selection.visible(b, i);
+    const int64_t b = query / p.q_len, i = query - b * p.q_len;
     const int64_t first = (is_extra ? split - p.splits_of_keys : split) * p.keys_per_split,
                   left = selection.length(b, i) - first;
     data = keys.cache.data, stride = keys.cache.stride;
     row = selection.row(b, i) + first;
-    table = selection.has_tables ? selection.block_tables + b * selection.tables_stride : nullptr;
+    slots = selection.slots(b, selection.visible(b, i), is_extra ? p.extra_block : p.block);
     int splits = work.splits - from;
     if (!is_extra && splits > p.splits_of_keys - split) splits = p.splits_of_keys - split;
     const int64_t most = splits * p.keys_per_split;
     count = int(left < 0 ? 0 : left < most ? left : most);
-    constexpr int64_t kMost = int64_t{1} << 31;  // of numbers that an int32 can have
-    visible = uint32_t(visible_entries < kMost ? visible_entries : kMost);
-    block = is_extra ? p.extra_block : p.block, blocks = uint32_t(selection.blocks);
   }
   /// Entry `at`, or -1 if the splits end before it.
   HOPWELL_DEVICE int entry(uint32_t at) const { return at < uint32_t(count) ? row[at] : -1; }
-  /// The page of an entry; 0 without a table, or if the entry is not valid. Not a part of slot(), so that a caller can
-  /// start the loads of several entries before it waits for one.
-  HOPWELL_DEVICE int page(int entry) const { return table && uint32_t(entry) < visible ? table[entry / block] : 0; }
-  /// The slot that an entry names, or -1 if it is not valid.
-  HOPWELL_DEVICE int slot(int entry, int page) const {
-    if (uint32_t(entry) >= visible) return -1;
-    if (!table) return entry;
-    return uint32_t(page) < blocks ? page * block + entry % block : -1;
-  }
 };
 
 // Where a slot's row lies: its data, and what is copied from a second address, its scales or its row of rope_cache.
@@ -77,7 +62,8 @@ struct RowAddress {
   const unsigned char *data, *second;
 
   HOPWELL_DEVICE RowAddress(const SplitParams& p, const Entries& entries, int slot) {
-    const int block = slot / entries.block, row = slot - block * entries.block;
+    const tile::Divisor& rows = entries.slots.block;
+    const int block = slot / rows, row = slot - block * rows;
     const unsigned char* of_block = entries.data + block * entries.stride;
     second = nullptr;
     if constexpr (Row::kMayHaveRopeCache) {
@@ -87,7 +73,7 @@ struct RowAddress {
     } else {
       data = of_block + int64_t{row} * Row::kFormat.data_pitch;
       if constexpr (Row::kSecondBytes > 0)
-        second = of_block + int64_t{entries.block} * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
+        second = of_block + int64_t{rows} * Row::kFormat.data_pitch + int64_t{row} * Row::kFormat.scale_pitch;
     }
   }
 };

@@ -70,7 +70,7 @@ struct Copies {
     const Entries entries(p, Work(p, Config::kHeads));
     const int warp = arch::warp_index(), lane = arch::lane_index();
     const int entry = entries.entry(uint32_t(next + arch::thread_index()));
-    const int slot = entries.slot(entry, entries.page(entry));
+    const int slot = entries.slots.of(entry);
     const uint32_t valid = arch::ballot(slot >= 0);
     if (lane == 0) s.counts[warp] = std::popcount(valid);
     arch::syncthreads();

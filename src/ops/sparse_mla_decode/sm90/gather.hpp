@@ -52,7 +52,7 @@ struct Gather {
     HOPWELL_NO_UNROLL
     while (!has_slots() && next < end) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 2; ++i) slot[i] = s.entries.slot(entry[i], s.entries.page(entry[i]));
+      for (int i = 0; i < 2; ++i) slot[i] = s.entries.slots.of(entry[i]);
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) valid[i] = arch::ballot(slot[i] >= 0);
       next += Tile::kKeys;
