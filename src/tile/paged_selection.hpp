@@ -63,8 +63,8 @@ struct PagedSelection {
     const std::int64_t length = context_lens.at(b, i);
     return clamped(lens_per_query ? length : length - q_len + 1 + i, positions);
   }
-  // The slots of sequence b. `limit`: entries from this number on are not valid, see visible(). `rows`: the block, as an
-  // int or as a divisor.
+  // The slots of sequence b. `limit`: entries from this number on are not valid, see visible(). `rows`: the block, as
+  // an int or as a divisor.
   template <class Block>
   [[nodiscard]] HOPWELL_HOST_DEVICE PagedSlots<Block> slots(std::int64_t b, std::int64_t limit,
                                                             const Block& rows) const {

@@ -27,8 +27,8 @@ struct SplitConfig {
   static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;  // elements; no bank conflicts
   static constexpr int kLanesOfHead = 32 / kHeadBlocks;           // in the softmax; each has kHeadBlocks keys
   static constexpr int kSteps = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, in the product of K and Q
-  // CTAs per SM by registers: two, except where a kernel needs more than 128, for 32 heads, and for 16 heads of V4, whose
-  // last block is bf16. An SM that has less shared memory than Hopper's may run one: see Budget in split.hpp.
+  // CTAs per SM by registers: two, unless a kernel needs more than 128. 32 heads do, and 16 heads of V4, whose last
+  // block is bf16. An SM that has less shared memory than Hopper's may run one: see Budget in split.hpp.
   static constexpr int kCtasOfSm = kHeads == 32 || (kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7)) ? 1 : 2;
   static constexpr bool kFp16 = TheRows::kHasCodes;                      // type of P and of Q, but for plain blocks
   static constexpr float kScaleUnit = TheRows::kHasScales ? 0x1p8F : 1;  // factor of scales as fp16

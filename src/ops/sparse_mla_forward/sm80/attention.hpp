@@ -14,7 +14,7 @@
 // Budget    64 heads: shared: K 2 × 32 × 1,168 + S 2 × 10,240 + P 5,120 + 64 = 100,416 B and the entries (of 101,376 on
 //           the smallest GPU); registers: Q 72 + O 128 + ~50, of 255
 // Bound     the phases of a step follow each other: shared memory for S, latency for the softmax, tensor cores for O. A
-//           step of 64 heads, d_qk 576, takes 2,176 clocks of tensor cores, 2,100 clocks of shared memory (1,150 for S),
+//           step of 64 heads, d_qk 576, takes 2,176 clocks of tensor cores, 2,100 clocks of shared memory (S: 1,150),
 //           and 36,864 B from L2 (an A100's SM)
 #pragma once
 
