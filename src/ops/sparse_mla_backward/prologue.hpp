@@ -67,41 +67,68 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return sum;
 }
 
+// What a warp reads of its heads, in flight until it is used. `out`, `d_out`: rows of the heads warp + kWarps · i, of
+// which a lane has columns 8 lane and 256 + 8 lane, eight each. `lse`, `sink`: of the head warp + kWarps · lane.
+template <int kHeads, int kWarps>
+struct HeadInputs {
+  static constexpr int kRows = (kHeads + kWarps - 1) / kWarps;
+  arch::Words4 out[kRows][2], d_out[kRows][2];
+  float lse, sink;
+};
+
+HOPWELL_DEVICE int heads_of_tile(const Params& p, const WorkTile& work, int most) {
+  return p.h_q - work.first_head < most ? p.h_q - work.first_head : most;
+}
+
+// Starts the loads of a warp's rows from `source`: out or d_out.
+template <int kWarps, int kRows>
+HOPWELL_DEVICE void load_rows(arch::Words4 (&rows)[kRows][2], const WorkTile& work, int heads, const bf16* source,
+                              int64_t stride_s, int64_t stride_h) {
+  const bf16* from = source + work.query * stride_s + work.first_head * stride_h + 8 * arch::lane_index();
+  HOPWELL_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const int row = arch::warp_index() + kWarps * i;
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2 && row < heads; ++half)
+      rows[i][half] = arch::load_streaming(from + row * stride_h + 256 * half);
+  }
+}
+// Starts the loads of all inputs but d_out.
+template <int kHeads, int kWarps>
+HOPWELL_DEVICE void load_out(HeadInputs<kHeads, kWarps>& inputs, const Params& p, const WorkTile& work) {
+  const int heads = heads_of_tile(p, work, kHeads), row = arch::warp_index() + kWarps * arch::lane_index();
+  const int head = work.first_head + row;
+  inputs.lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] : INFINITY;
+  inputs.sink = row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] : -INFINITY;
+  load_rows<kWarps>(inputs.out, work, heads, p.out, p.out_stride_s, p.out_stride_h);
+}
+template <int kHeads, int kWarps>
+HOPWELL_DEVICE void load_d_out(HeadInputs<kHeads, kWarps>& inputs, const Params& p, const WorkTile& work) {
+  load_rows<kWarps>(inputs.d_out, work, heads_of_tile(p, work, kHeads), p.d_out, p.d_out_stride_s, p.d_out_stride_h);
+}
+
 // delta of a warp's heads: lane i gets the delta of head warp + kWarps · i.
 template <int kHeads, int kWarps>
-HOPWELL_DEVICE float delta_of_heads(const Params& p, const WorkTile& work, int heads, int warp, int lane) {
-  constexpr int kRows = (kHeads + kWarps - 1) / kWarps;
-  const bf16* out = p.out + work.query * p.out_stride_s + work.first_head * p.out_stride_h + 8 * lane;
-  const bf16* d_out = p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h + 8 * lane;
-  arch::Words4 x[kRows][2], y[kRows][2];
-  HOPWELL_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    const int row = warp + kWarps * i;
-    HOPWELL_UNROLL
-    for (int half = 0; half < 2 && row < heads; ++half) {
-      x[i][half] = arch::load_streaming(out + row * p.out_stride_h + 256 * half);
-      y[i][half] = arch::load_streaming(d_out + row * p.d_out_stride_h + 256 * half);
-    }
-  }
+HOPWELL_DEVICE float delta_of_heads(const HeadInputs<kHeads, kWarps>& inputs, int heads) {
   float delta = 0;
   HOPWELL_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    const float sum = tile::sum_of_warp(warp + kWarps * i < heads ? dot(x[i], y[i]) : 0.F);
-    delta = lane == i ? sum : delta;
+  for (int i = 0; i < inputs.kRows; ++i) {
+    const bool exists = arch::warp_index() + kWarps * i < heads;
+    const float sum = tile::sum_of_warp(exists ? dot(inputs.out[i], inputs.d_out[i]) : 0.F);
+    delta = arch::lane_index() == i ? sum : delta;
   }
   return delta;
 }
 
 // Computes the values of each head. The delta of heads that see no key (lse = +inf) is 0.
 template <bool kAttn, int kWarps, int kHeads>
-HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, const WorkTile& work) {
-  const int lane = arch::lane_index(), warp = arch::warp_index(), row = warp + kWarps * lane;
-  const int heads = p.h_q - work.first_head < kHeads ? p.h_q - work.first_head : kHeads;
-  const int head = work.first_head + row;
-  const float given_lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] : INFINITY;
-  const float given_sink = row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] : -INFINITY;
+HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, const WorkTile& work,
+                                  const HeadInputs<kHeads, kWarps>& inputs) {
+  const int row = arch::warp_index() + kWarps * arch::lane_index();
+  const int heads = heads_of_tile(p, work, kHeads), head = work.first_head + row;
+  const float given_lse = inputs.lse, given_sink = inputs.sink;
   const float lse = given_lse * tile::kLog2E, sink = given_sink * tile::kLog2E;  // infinite, too, from 2.4e38 on
-  float delta = delta_of_heads<kHeads, kWarps>(p, work, heads, warp, lane);
+  float delta = delta_of_heads(inputs, heads);
   if (row < kHeads) {
     float kept = 1, shift = lse, taken = 0;
     if (given_lse == INFINITY) delta = 0;
@@ -116,6 +143,14 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
     values.shift[row] = shift, values.kept[row] = kept, values.delta[row] = delta * p.sm_scale;
   }
   arch::syncwarp();  // kept: the lanes converge again; the following shuffles would converge them too
+}
+// The same with all inputs from global memory.
+template <bool kAttn, int kWarps, int kHeads>
+HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, const WorkTile& work) {
+  HeadInputs<kHeads, kWarps> inputs;
+  load_out(inputs, p, work);
+  load_d_out(inputs, p, work);
+  prepare_heads<kAttn, kWarps>(p, values, work, inputs);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -28,7 +28,8 @@ runtime::PlanOr<Plan> plan(const Problem& problem) {
 void launch_groups(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
     launch_main<sparse_mla_bwd_sm90_single<kDqk, 4, false, false, true, Params>>(
-        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream);
+        problem, plan, workspace, plan.grouped, Params{}, Config::kThreads, sizeof(SharedStorage<kDqk>), stream,
+        HeadMaps{});
   });
 }
 

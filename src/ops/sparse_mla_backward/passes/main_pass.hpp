@@ -7,9 +7,9 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 // Launches a main kernel on its tiles, then computes dq of the split tiles. KernelParams: Params and the backend's
 // further parameters, which `p` has.
-template <auto kKernel, class KernelParams>
+template <auto kKernel, class KernelParams, class... Further>
 void launch_main(const Problem& problem, const Plan& plan, void* workspace, const MainPass& pass, KernelParams p,
-                 std::uint32_t threads, std::size_t shared_bytes, Stream stream) {
+                 std::uint32_t threads, std::size_t shared_bytes, Stream stream, const Further&... further) {
   if (pass.clusters() == 0) return;
   const auto ctas = static_cast<std::uint32_t>(pass.ctas);
   const arch::LaunchShape shape{.grid = {ctas * static_cast<std::uint32_t>(pass.clusters())},
@@ -21,7 +21,7 @@ void launch_main(const Problem& problem, const Plan& plan, void* workspace, cons
   if (plan.throttles)
     p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);
   if (p.wave == 0) p.progress = nullptr;
-  runtime::launch(kName, kKernel, shape, stream, p);
+  runtime::launch(kName, kKernel, shape, stream, p, further...);
   postprocess_dq(problem, plan, workspace, pass, stream);
 }
 

@@ -118,25 +118,34 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFrag
 
 // ---- warpgroups 0 and 1
 
-// Stages this half's columns in the key buffer (RoPE in `receive_buffer`), one tile at a time, then stores whole rows.
+// Stages this half's columns in the key buffer (RoPE in `receive_buffer`), one tile at a time, then stores panels by TMA,
+// or whole rows.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[2][64], const float (&rope)[16],
-                             const PairWork& pair, int t) {
+                             const PairWork& pair, int t, const HeadMaps& maps) {
   const MatrixLane lane = matrix_lane(t);
   const uint32_t stage_rope = arch::shared_address(s.receive_buffer[2 * kHalf]);
   HOPWELL_UNROLL
   for (int tile = 0; tile < 2; ++tile) {
-    if (tile == 1) arch::barrier_sync(kPairLowStaged + kHalf, 128);
+    if (tile == 1) {
+      if (maps.has_dq && t == 0) arch::bulk_wait_read<0>();
+      arch::barrier_sync(kPairLowStaged + kHalf, 128);
+    }
     stage_panels(&s.keys[2 * kHalf], dq[tile], lane);
     if constexpr (kHasRope<kDqk>) {
       HOPWELL_UNROLL
       for (int j = 0; j < 4; j += 2)
         if (tile == kHalf) stage_fragment(stage_rope + tile::swizzled_narrow(lane.row, j + lane.chunk), &rope[4 * j]);
     }
+    if (maps.has_dq) arch::fence_proxy_async();
     arch::barrier_sync(kPairLowStaged + kHalf, 128);
     const int heads = p.h_q - pair.first_head[tile];
     bf16* target = p.dq + pair.work.query * p.dq_stride_s + pair.first_head[tile] * p.dq_stride_h;
-    for (int e = t; e < Config::kHeads * 16 && e / 16 < heads; e += 128) {
+    if (maps.has_dq && t == 0)
+      store_panels(&s.keys[2 * kHalf], 2, maps.dq, PairConfig::kColumns * int(pair.rank) + 128 * kHalf,
+                   pair.first_head[tile], pair.work.query);
+    arch::syncwarp();  // kept: a lane has diverged
+    for (int e = t; !maps.has_dq && e < Config::kHeads * 16 && e / 16 < heads; e += 128) {
       const int row = e / 16, chunk = e % 16;
       arch::store_streaming(
           target + row * p.dq_stride_h + PairConfig::kColumns * int(pair.rank) + 128 * kHalf + 8 * chunk,
@@ -148,6 +157,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
                               arch::load_shared_v4(stage_rope + tile::swizzled_narrow(e / 4, e % 4)));
     }
   }
+  if (maps.has_dq && t == 0) arch::bulk_wait_read<0>();
 }
 
 // Warpgroup 0, until dS of its own tile is complete and sent.
@@ -227,7 +237,7 @@ HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], c
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's tile. Both: their columns of dQ and of the next keys.
 template <int kDqk, int kHalf, bool kAttn, class P>
-HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
+HOPWELL_DEVICE void score(const P& p, PairStorage& s, const HeadMaps& maps) {
   const typename P::Entries& entries = entries_in<P>(s);
   float dq[2][64] = {}, rope[16] = {};
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
@@ -296,7 +306,7 @@ HOPWELL_DEVICE void score(const P& p, PairStorage& s) {
   const PairWork pair = pair_work_of(p);
   if (!p.dq) return;
   if (pair.work.split < 0)
-    store_dq<kDqk, kHalf>(p, s, dq, rope, pair, t);
+    store_dq<kDqk, kHalf>(p, s, dq, rope, pair, t, maps);
   else
     store_dq_slices<kDqk, kHalf>(p, dq, rope, pair, t);
 }
@@ -346,17 +356,19 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
 
 // ---- before the first step
 
-// Loads this CTA's columns of Q and dO of 64 heads.
+// Loads this CTA's columns of Q and dO of 64 heads, those of RoPE alone if TMA loads the others.
 template <int kDqk>
-HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& pair, int tile) {
+HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& pair, int tile, bool only_rope) {
   constexpr int kColumns = PairConfig::kColumns;
   const int rank = int(pair.rank), heads = p.h_q - pair.first_head[tile];
   const int64_t head = heads > 0 ? pair.first_head[tile] : 0;
   const bf16* q = p.q + pair.work.query * p.q_stride_s + head * p.q_stride_h;
-  load_heads<kColumns>(in_panels(s.q[tile]), q + kColumns * rank, p.q_stride_h, heads);
-  load_heads<kColumns>(in_panels(s.d_out[tile]),
-                       p.d_out + pair.work.query * p.d_out_stride_s + head * p.d_out_stride_h + kColumns * rank,
-                       p.d_out_stride_h, heads);
+  if (!only_rope) {
+    load_heads<kColumns>(in_panels(s.q[tile]), q + kColumns * rank, p.q_stride_h, heads);
+    load_heads<kColumns>(in_panels(s.d_out[tile]),
+                         p.d_out + pair.work.query * p.d_out_stride_s + head * p.d_out_stride_h + kColumns * rank,
+                         p.d_out_stride_h, heads);
+  }
   if constexpr (kHasRope<kDqk>)
     load_heads<32>(
         [&](int row, int chunk) { return arch::shared_address(&s.q_rope[tile]) + tile::swizzled_narrow(row, chunk); },
@@ -366,14 +378,31 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& p
 // Loads Q, dO and the first keys, computes the heads' values, initialises the mbarriers, and finds the last valid
 // entry.
 template <int kDqk, bool kAttn, class P>
-HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
+HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair, const HeadMaps& maps) {
   typename P::Entries entries = entries_of(p, pair.work);
   const int t = arch::thread_index() % 128, warpgroup = arch::warpgroup_index();
   int keys[4], batch[kEntryBatch];
   load_keys(keys, entries, 0, t);
   load_entries<Config::kThreads>(batch, entries, arch::thread_index());
-  load_tile<kDqk>(p, s, pair, 0);
-  load_tile<kDqk>(p, s, pair, 1);
+  WorkTile own = pair.work;
+  own.first_head = pair.first_head[0];
+  HeadInputs<Config::kHeads, Config::kWarps> inputs;
+  load_out(inputs, p, own);
+  load_d_out(inputs, p, own);
+  if (maps.has_inputs && arch::thread_index() == 0) {
+    arch::mbarrier_init(s.heads_full, 1);
+    arch::fence_mbarrier_init();
+    arch::mbarrier_arrive_expect_tx(s.heads_full, sizeof(s.q) + sizeof(s.d_out));
+    const int column = PairConfig::kColumns * int(pair.rank), query = pair.work.query;
+    HOPWELL_UNROLL
+    for (int tile = 0; tile < 2; ++tile) {
+      load_panels(s.q[tile], PairConfig::kPanels, maps.q, column, pair.first_head[tile], query, s.heads_full);
+      load_panels(s.d_out[tile], PairConfig::kPanels, maps.d_out, column, pair.first_head[tile], query, s.heads_full);
+    }
+  }
+  arch::syncwarp();  // kept: a lane has diverged
+  HOPWELL_UNROLL
+  for (int tile = 0; tile < 2; ++tile) load_tile<kDqk>(p, s, pair, tile, maps.has_inputs);
   if (warpgroup == 0) gather_half<0>(p, s, keys, 0, pair.rank, t);
   if (warpgroup == 1) gather_half<1>(p, s, keys, 0, pair.rank, t);
   if (kHasRope<kDqk> && warpgroup == 1) gather_rope(p, s, keys, pair.rank, t);
@@ -389,13 +418,12 @@ HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
     arch::fence_mbarrier_init();  // kept: PTX requires it if bulk copies of another CTA complete on them
   }
   arch::syncwarp();  // kept: the lanes converge again; the shuffles below would converge them too
-  WorkTile own = pair.work;
-  own.first_head = pair.first_head[0];
-  prepare_heads<kAttn, Config::kWarps>(p, s.heads, own);
+  prepare_heads<kAttn, Config::kWarps>(p, s.heads, own, inputs);
   find_last_valid(s.last_valid, batch, entries);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::cluster_sync();
+  if (maps.has_inputs) arch::mbarrier_wait(s.heads_full, 0);
   if (arch::thread_index() == 0) {
     entries.length = length_of(s.last_valid);
     entries_in<P>(s) = entries;
@@ -407,18 +435,19 @@ HOPWELL_DEVICE void prepare(const P& p, PairStorage& s, const PairWork& pair) {
 
 // P: Params, or WindowParams for queries with window keys.
 template <int kDqk, bool kAttn, class P>
-__global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_pair(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_mla_bwd_sm90_pair(const __grid_constant__ P p, const __grid_constant__ HeadMaps maps) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
   const PairWork pair = pair_work_of(p);
-  prepare<kDqk, kAttn>(p, s, pair);
+  prepare<kDqk, kAttn>(p, s, pair, maps);
   const auto role = Role(arch::warpgroup_index());
   if (role == Role::scores_low_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kAttn>(p, s);
+    score<kDqk, 0, kAttn>(p, s, maps);
   } else if (role == Role::scores_high_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kAttn>(p, s);
+    score<kDqk, 1, kAttn>(p, s, maps);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
     scatter<kDqk>(p, s, pair.rank);
@@ -437,10 +466,10 @@ void launch_pairs(const Problem& problem, const Plan& plan, void* workspace, Str
     const P p = further_params_of<P>(problem, plan);
     if (problem.attn && !plan.distribution)
       launch_main<sparse_mla_bwd_sm90_pair<kDqk, true, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
-                                                           kBytes, stream);
+                                                           kBytes, stream, head_maps_of(problem, plan.pairs));
     else
       launch_main<sparse_mla_bwd_sm90_pair<kDqk, false, P>>(problem, plan, workspace, plan.pairs, p, Config::kThreads,
-                                                            kBytes, stream);
+                                                            kBytes, stream, head_maps_of(problem, plan.pairs));
   });
 }
 

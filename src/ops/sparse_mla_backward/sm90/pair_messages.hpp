@@ -36,6 +36,7 @@ struct PairStorage {
   int key[2][Config::kKeys];          // of this step and the next; -1 if invalid
   int last_valid[Config::kWarps];
   Entries entries;                     // read again in every step, to save registers
+  arch::mbarrier heads_full;           // Q and dO have arrived by TMA
   arch::mbarrier partial_full;         // the peer's partial sums have arrived
   arch::mbarrier partial_free;         // the peer has read our partial sums
   arch::mbarrier staged_taken;         // the peer has received our partial sums from p[0]

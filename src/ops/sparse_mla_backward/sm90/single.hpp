@@ -62,6 +62,7 @@ struct SharedStorage {
   uint32_t seen[128];                           // of throttle_step, for threads of warpgroup 2, to save registers
   uint16_t member_masks[2][Config::kKeys / 2];  // member masks of the keys of this step and the next, a byte each
   arch::CachePolicy policy;                     // L2 policy of rows of kv; in shared memory to save registers
+  arch::mbarrier heads_full;                    // Q and dO have arrived by TMA
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -150,10 +151,10 @@ HOPWELL_DEVICE void prefetch_dkv_rows(const Params& p, const int (&keys)[4], int
   }
 }
 
-// Stages dQ in this half's columns of the key buffer, then stores whole lines.
+// Stages dQ in this half's columns of the key buffer, then stores whole lines, or panels by TMA if no panel is shared.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128], const float (&middle)[16],
-                             const WorkTile& work, int t) {
+HOPWELL_DEVICE void store_dq(const Params& p, const HeadMaps& maps, SharedStorage<kDqk>& s, const float (&dq)[128],
+                             const float (&middle)[16], const WorkTile& work, int t) {
   constexpr int kChunks = kDqk / 16;
   const MatrixLane lane = matrix_lane(t);
   stage_panels(&s.keys[kFirstPanel<kDqk, kHalf>], dq, lane);
@@ -162,7 +163,15 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
     for (int j = 0; j < 4; j += 2)
       stage_fragment(arch::shared_address(&s.keys[4]) + matrix_offset(lane, 4 * kHalf + j), &middle[4 * j]);
   }
+  const bool by_tma = !kHasMiddle<kDqk> && maps.has_dq;
+  if (by_tma) arch::fence_proxy_async();
   arch::barrier_sync(kLowStaged + kHalf, 128);
+  if (by_tma) {
+    if (t != 0) return;
+    store_panels(&s.keys[4 * kHalf], 4, maps.dq, 256 * kHalf, work.first_head, work.query);
+    arch::bulk_wait_read<0>();
+    return;
+  }
   for (int e = t; e < Config::kHeads * kChunks; e += 128) {
     const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = work.first_head + row;
     if (head >= p.h_q) break;
@@ -174,11 +183,11 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
 
 // Stores dQ of a tile: the same, or the result of a split.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void store_dq_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
+HOPWELL_DEVICE void store_dq_tile(const Params& p, const HeadMaps& maps, SharedStorage<kDqk>& s, const float (&dq)[128],
                                   const float (&middle)[16], const WorkTile& work, int t) {
   if (!p.dq) return;
   if (work.split < 0) {
-    store_dq<kDqk, kHalf>(p, s, dq, middle, work, t);
+    store_dq<kDqk, kHalf>(p, maps, s, dq, middle, work, t);
   } else {
     float* split = p.dq_splits + int64_t{work.split} * (Config::kHeads * kDqk);
     store_dq_split<kDqk>(split, dq, kHalf == 0 ? 0 : kDqk - 256, t);
@@ -240,7 +249,8 @@ HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, f
 
 // Both halves: S or dP; their columns of dQ and of the next keys; their panels of dKV, if any.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
-HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& work, typename P::Entries entries) {
+HOPWELL_DEVICE void score(const P& p, const HeadMaps& maps, SharedStorage<kDqk>& s, const WorkTile& work,
+                          typename P::Entries entries) {
   entries.length = length_of(s.last_valid);  // in each role: ptxas spills values computed before the roles split
   const int steps = entries.tiles(Config::kKeys);
   float dq[128] = {}, middle[16] = {};
@@ -290,7 +300,7 @@ HOPWELL_DEVICE void score(const P& p, SharedStorage<kDqk>& s, const WorkTile& wo
       arch::barrier_sync(kKeysFull, 256);
     }
   }
-  store_dq_tile<kDqk, kHalf>(p, s, dq, middle, work, arch::thread_index_anew() % 128);
+  store_dq_tile<kDqk, kHalf>(p, maps, s, dq, middle, work, arch::thread_index_anew() % 128);
 }
 
 // ---- warpgroup 2
@@ -358,13 +368,35 @@ HOPWELL_DEVICE void scatter(const P& p, SharedStorage<kDqk>& s, typename P::Entr
 
 // ---- before the first step
 
+// Reads a warp's rows of d_out from its panels.
+HOPWELL_DEVICE void read_d_out(HeadInputs<Config::kHeads, Config::kWarps>& inputs, const Panel* d_out) {
+  const uint32_t lane = uint32_t(arch::lane_index());
+  HOPWELL_UNROLL
+  for (int i = 0; i < inputs.kRows; ++i) {
+    const uint32_t row = uint32_t(arch::warp_index() + Config::kWarps * i);
+    HOPWELL_UNROLL
+    for (uint32_t half = 0; half < 2 && row < Config::kHeads; ++half)
+      inputs.d_out[i][half] =
+          arch::load_shared_v4(arch::shared_address(&d_out[lane / 8 + 4 * half]) + tile::swizzled(row, lane % 8));
+  }
+}
+
 // Loads Q, dO and the first keys, and computes the heads' values. Returns the entries; s.last_valid has the last valid
 // one.
 template <int kDqk, bool kAttn, bool kMerged, class P>
-HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, const WorkTile& work) {
+HOPWELL_DEVICE typename P::Entries prepare(const P& p, const HeadMaps& maps, SharedStorage<kDqk>& s,
+                                           const WorkTile& work) {
   typename P::Entries entries = entries_of(p, work);
   const int t = arch::thread_index() % 128, heads = p.h_q - work.first_head;
   int keys[4], batch[kEntryBatch];
+  if (maps.has_inputs && arch::thread_index() == 0) {
+    arch::mbarrier_init(s.heads_full, 1);
+    arch::fence_mbarrier_init();
+    arch::mbarrier_arrive_expect_tx(s.heads_full, sizeof(s.q) + sizeof(s.d_out));
+    load_panels(s.q, kDqk / 64, maps.q, 0, work.first_head, work.query, s.heads_full);
+    load_panels(s.d_out, Config::kPanelsV, maps.d_out, 0, work.first_head, work.query, s.heads_full);
+  }
+  arch::syncwarp();  // kept: a lane has diverged
   load_keys(keys, entries, 0, t);
   load_entries<Config::kThreads>(batch, entries, arch::thread_index());
   const arch::CachePolicy policy = p.kv_evict_first ? arch::evict_first_policy() : arch::evict_normal_policy();
@@ -374,15 +406,22 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
   if (arch::warpgroup_index() == 0) gather_middle(p, s, keys, policy, t);
   if constexpr (kMerged)
     if (arch::warpgroup_index() == 0) publish_member_mask(s.member_masks, load_member_mask(p, entries, 0, t), 0, t);
-  load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
-                   heads);
-  load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
-                  p.d_out_stride_h, heads);
+  if (!maps.has_inputs) {
+    load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
+                     heads);
+    load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
+                    p.d_out_stride_h, heads);
+  }
   arch::cp_async_commit();
-  prepare_heads<kAttn, Config::kWarps>(p, s.heads, work);
+  HeadInputs<Config::kHeads, Config::kWarps> inputs;
+  load_out(inputs, p, work);
   find_last_valid(s.last_valid, batch, entries);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
+  arch::syncthreads();
+  if (maps.has_inputs) arch::mbarrier_wait(s.heads_full, 0);
+  read_d_out(inputs, s.d_out);
+  prepare_heads<kAttn, Config::kWarps>(p, s.heads, work, inputs);
   arch::syncthreads();
   return entries;
 }
@@ -391,7 +430,8 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, SharedStorage<kDqk>& s, c
 
 // kHeadSteps: number of 16-head blocks, if h_q may be less than 64.
 template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class P>
-__global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_single(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    sparse_mla_bwd_sm90_single(const __grid_constant__ P p, const __grid_constant__ HeadMaps maps) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
@@ -399,14 +439,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) sparse_mla_bwd_sm90_singl
     count_missing_steps<Config::kKeys>(p, is_throttled(p), 0, arch::thread_index());
     return;
   }
-  const typename P::Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);
+  const typename P::Entries entries = prepare<kDqk, kAttn, kMerged>(p, maps, s, work);
   const auto role = Role(arch::warpgroup_index());
   if (role == Role::scores_low_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kHeadSteps, kFixed, kAttn, kMerged>(p, s, work, entries);
+    score<kDqk, 0, kHeadSteps, kFixed, kAttn, kMerged>(p, maps, s, work, entries);
   } else if (role == Role::scores_high_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kHeadSteps, kFixed, kAttn, kMerged>(p, s, work, entries);
+    score<kDqk, 1, kHeadSteps, kFixed, kAttn, kMerged>(p, maps, s, work, entries);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
     scatter<kDqk, kHeadSteps, kFixed>(p, s, entries);
@@ -421,7 +461,8 @@ void launch_single(const Problem& problem, const Plan& plan, void* workspace, St
   constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
   const auto launch = [&]<bool kFixed, bool kAttn>() {
     launch_main<sparse_mla_bwd_sm90_single<kDqk, kHeadSteps, kFixed, kAttn, false, P>>(
-        problem, plan, workspace, plan.singles, further_params_of<P>(problem, plan), Config::kThreads, kBytes, stream);
+        problem, plan, workspace, plan.singles, further_params_of<P>(problem, plan), Config::kThreads, kBytes, stream,
+        head_maps_of(problem, plan.singles));
   };
   if (plan.dkv_accum == DkvAccum::fixed_point)
     launch.template operator()<true, false>();

@@ -4,6 +4,7 @@
 
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/cluster.hpp"
+#include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_backward/add_dkv.hpp"
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
@@ -11,6 +12,7 @@
 #include "ops/sparse_mla_backward/throttle.hpp"
 #include "tile/gpu/fragment.hpp"
 #include "tile/gpu/panel.hpp"
+#include "tile/gpu/tensor_map.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -32,6 +34,27 @@ struct Panel {
   alignas(1024) bf16 x[64][64];
 };
 
+// Tensor maps of tensors of heads, in boxes of 64 columns of 64 heads of a query. TMA takes less time than copies and
+// stores of threads, which wait for the additions of other CTAs. `has_inputs`, `has_dq`: false if TMA does not support
+// the strides; then threads copy the rows.
+struct HeadMaps {
+  arch::TensorMap q, d_out, dq;
+  bool has_inputs, has_dq;
+};
+
+inline HeadMaps head_maps_of(const Problem& problem, const MainPass& pass) {
+  HeadMaps maps{};
+  if (pass.clusters() == 0) return maps;
+  maps.has_inputs = tile::can_map(problem.q, {0, 1}) && tile::can_map(problem.d_out, {0, 1});
+  maps.has_dq = problem.dq && tile::can_map(problem.dq, {0, 1});
+  const auto map = [](const View& v) {
+    return tile::map_of(v, {{2, tile::kPanelColumns}, {1, Config::kHeads}, {0, 1}}, arch::Swizzle::bytes128);
+  };
+  if (maps.has_inputs) maps.q = map(problem.q), maps.d_out = map(problem.d_out);
+  if (maps.has_dq) maps.dq = map(problem.dq);
+  return maps;
+}
+
 #if HOPWELL_HAS_SM90A
 
 // d_qk 576 has nine panels, a half of dQ four and a half: both halves share the middle panel.
@@ -49,6 +72,20 @@ HOPWELL_DEVICE void load_heads(Target target, const bf16* source, int64_t stride
     arch::cp_async(target(row, chunk), source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
   }
 }
+// The same for whole panels by TMA, executed by one thread. `full` counts the bytes.
+HOPWELL_DEVICE void load_panels(const Panel* target, int panels, const arch::TensorMap& map, int column, int head,
+                                int query, arch::mbarrier& full) {
+  for (int i = 0; i < panels; ++i)
+    arch::tma_load<3>(arch::shared_address(&target[i]), map, {column + 64 * i, head, query}, full);
+}
+// Stores panels of dQ by TMA, executed by a warpgroup's thread 0 after a fence and a barrier of the warpgroup.
+HOPWELL_DEVICE void store_panels(const Panel* source, int panels, const arch::TensorMap& map, int column, int head,
+                                 int query) {
+  for (int i = 0; i < panels; ++i)
+    arch::tma_store<3>(map, {column + 64 * i, head, query}, arch::shared_address(&source[i]));
+  arch::bulk_commit();
+}
+
 // A target in panels.
 HOPWELL_DEVICE auto in_panels(const Panel* panels) {
   return [panels](int row, int chunk) {
