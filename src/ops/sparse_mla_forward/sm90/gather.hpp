@@ -324,6 +324,13 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   constexpr int kQuads = kAligned ? kRows / 4 : 4;
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
   constexpr bool kBoxes = std::is_same_v<typename Storage::KernelParams, BoxParams>;
+  // Whether tile B may be missing in a query's last step, and `work` is still that query.
+  constexpr bool kMayMiss = [] {
+    if constexpr (kBoxes)
+      return Storage::kSkipsTileB;
+    else
+      return false;
+  }();
   const int lane = arch::lane_index(), part_of_rows = warp % kWarps, first_stage = warp / kWarps;
   const int at_once = Storage::queries_at_once(p), self = at_once == 1 ? 0 : first_stage;
   const int keys_of_step = kStages * kKeys / at_once;
@@ -352,9 +359,10 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       const uint32_t row = row_of_entry<kAligned>(p, work.entries, next, key);
       const uint32_t valid = keys_that_count<Storage>(p, row, member_mask);
       const int first_entry = next - entry;  // of this step
-      // Without boxes, `work` may be the next query after these lines, and rows are whole steps.
       const int keys_left = work.entries.length - first_entry;
-      const int tiles_left = !kBoxes ? left * (kStages / at_once) : keys_left > 0 ? (keys_left + kKeys - 1) / kKeys : 1;
+      const int tiles_left = !kMayMiss       ? left * (kStages / at_once)
+                             : keys_left > 0 ? (keys_left + kKeys - 1) / kKeys
+                                             : 1;
       next += keys_of_step;
       if (!kBoxes && left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -369,7 +377,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         [[maybe_unused]] const auto starts = [&](int i) { return part_of_rows == i && lane == 0; };
         const Box box = box_of(p, work.entries, first_entry + kKeys * n);
         // The math warpgroups skip a missing tile, but not in the first step.
-        [[maybe_unused]] const bool is_missing = kBoxes && first_entry > 0 && n >= tiles_left;
+        [[maybe_unused]] const bool is_missing = kMayMiss && first_entry > 0 && n >= tiles_left;
         RowSources<kQuads> rows;
         if (!kPanelByPanel && !box.exists && !is_missing) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);

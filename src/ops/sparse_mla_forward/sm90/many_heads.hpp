@@ -25,8 +25,8 @@
 //           with short rows (window.cu). TMA brings Q and tiles of 64 consecutive keys (of the window, or of kv without
 //           indices). Each of the four gather warps starts one panel group of a tile, and the last one also starts Q.
 //           Rows are short, so the work between two queries weighs more. The sums are combined under the last products.
-//           O leaves by TMA, a panel at a time, so that the next query's tiles arrive meanwhile. If tile B of the last
-//           step has no keys, it is skipped.
+//           O leaves by TMA, a panel at a time, so that the next query's tiles arrive meanwhile. Without indices, tile B
+//           of the last step is skipped if it has no keys.
 //           low      O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ S_A ▓▓▓▓▓▓│
 //           high     O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓│ out ▓▓▓▓▓│ ··········S_B ▓▓▓
 //           gather   Q ▓▓▓▓▓  A low ▓▓▓  A high ▓▓▓  B low ▓▓▓  B high ▓▓▓           of the next query
@@ -60,11 +60,12 @@ struct OutPanels {
 struct NoOutPanels {};
 
 // With GroupedParams, the kernel for groups; with BoxParams, the one that stores by tensor copies.
-template <int kDqk_, class KernelParams_ = Params>
+template <int kDqk_, class KernelParams_ = Params, bool kSkipsTileB_ = std::is_same_v<KernelParams_, GroupedParams>>
 struct SharedStorage : std::conditional_t<std::is_same_v<KernelParams_, BoxParams>, OutPanels, NoOutPanels> {
   using KernelParams = KernelParams_;
   static constexpr bool kOfGroups = std::is_same_v<KernelParams, GroupedParams>;
   static constexpr bool kBoxes = std::is_same_v<KernelParams, BoxParams>;
+  static constexpr bool kSkipsTileB = kSkipsTileB_;  // if it has no keys, which is possible in the last step
   using ValidRows = std::conditional_t<kOfGroups, uint16_t[tile::kMostMembers][4], uint32_t[4]>;
   static constexpr int kHeads = 64, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = kBoxes ? 216 : 224, kGatherRegisters = kBoxes ? 72 : 56;
@@ -436,8 +437,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
         if (key == 0) begin_query(s, self, work);
         if (self == 1) await_row_max();
       };
-      // Tile B may have no keys in the last step. Without boxes, rows of single queries are whole steps.
-      const bool both = !(Storage::kOfGroups || Storage::kBoxes) || work.keys > key + kKeys;
+      const bool both = !Storage::kSkipsTileB || work.keys > key + kKeys;
       if (self == 0 || both) {
         multiply_scores(s, self, parity, scores, prepare_softmax);
         if (work.keys <= key + kKeysOfStep) tile::arrive_warp(s.q_empty);
@@ -483,8 +483,8 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
-template <int kDqk, class KernelParams>
-HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams>& s) {
+template <int kDqk, class KernelParams, bool kSkipsTileB>
+HOPWELL_DEVICE void initialise(SharedStorage<kDqk, KernelParams, kSkipsTileB>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
   arch::mbarrier_init(s.q_empty, 2 * kWarps);  // kept: on the emulator any warp releases the reads of wgmma
   s.key_ring.init(kGatherThreads, kWarps, kWarps);
