@@ -21,7 +21,7 @@
 //           P. P and dS are sent when the peer's buffer is free. No tile is free to stage the partial dP, so most of it
 //           is sent by st.async: it is not urgent.
 // Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, `receive_buffer`
-//           16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
+//           16,384, stage 4,096, others 2,424 = 231,800    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     per step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B
 //           at the 16.6 B per clock that L2 accepts from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
@@ -356,7 +356,7 @@ HOPWELL_DEVICE void scatter(const P& p, PairStorage& s, uint32_t rank) {
 
 // ---- before the first step
 
-// Loads this CTA's columns of Q and dO of 64 heads, those of RoPE alone if TMA loads the others.
+// Loads this CTA's columns of Q and dO of 64 heads. only_rope: TMA loads the other columns.
 template <int kDqk>
 HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& pair, int tile, bool only_rope) {
   constexpr int kColumns = PairConfig::kColumns;

@@ -15,7 +15,7 @@
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
 //           2                          │ dKV 0a ▓ 0b ▓ add 0a 1a ▓ add 0b … add 8a │ add 8b, 0a ▓ …
-// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
+// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, vectors 3,016    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dkv_accum fits there. If it does not fit, sorted rows and
 //           throttled CTAs keep the current rows of dkv_accum in L2, and every other wave descends, so that it begins

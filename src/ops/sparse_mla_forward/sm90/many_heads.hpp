@@ -103,8 +103,8 @@ static_assert(sizeof(SharedStorage<512, BoxParams>) <= arch::sm90::kMaxSharedByt
 
 constexpr int kKeysOfStep = kStages * kKeys;
 
-// What a math warpgroup knows of its work tile. The number of keys of a group is already known; of a query, the gather
-// tells the number of tiles. Until then there are two.
+// The work tile of a math warpgroup. The number of keys of a group is already known. The gather tells the number of
+// tiles of a query; until then it is two.
 struct MathTile {
   int query, first_head, keys;
 };
@@ -262,7 +262,7 @@ HOPWELL_DEVICE void finalize_softmax(const typename Storage::KernelParams& p, St
                                      const MathTile& work, uint32_t parity, const SoftmaxState& state,
                                      float (&scale)[2]) {
   arch::mbarrier_wait(s.sums_full, parity);
-  // A lane of a quad has one of the quad's rows.
+  // Even threads of a quad compute its first row, odd threads its second row.
   const int r = tile::quad_lane() % 2, row = tile::wgmma_row() + 8 * r, head = work.first_head + row;
   const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
   const float row_max = r == 0 ? state.row_max[0] : state.row_max[1];
