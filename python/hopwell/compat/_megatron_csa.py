@@ -100,6 +100,13 @@ def _causal(s_q: int, s_k: int, ratio: int, device: torch.device) -> tuple[Tenso
     return torch.zeros_like(end), end
 
 
+def _scaled(weights: Tensor, scale: float) -> Tensor:
+    """float32, rounded to the dtype of `weights` as Megatron-LM does. Its own functions for context parallelism then
+    select the same keys.
+    """
+    return (weights.float() * scale).to(weights.dtype).float()
+
+
 def indexer_topk(
     q_indexer: Tensor,
     k_indexer: Tensor,
@@ -124,7 +131,7 @@ def indexer_topk(
     require(ratio >= 1, name, "ratio", "at least 1", ratio)
     require(topk >= 1, name, "topk", "at least 1", topk)
     _check_index(name, q_indexer, k_indexer, weights, packed)
-    scaled = weights.float() * indexer_softmax_scale
+    scaled = _scaled(weights, indexer_softmax_scale)
     if cu_seqlens_q is not None:
         _check_offsets(name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
         assert cu_seqlens_kv is not None
@@ -266,7 +273,7 @@ def fused_csa_indexer_sparse_attn(
     require(fits, name, "q_indexer", f"{list(query.shape[:-2])}, … like query", q_indexer)
     query, kv_full, sink, rows = in_rows(query), in_rows(kv_full), in_rows(attn_sink.float()), query.shape[:-2]
     q_indexer, k_indexer = in_rows(q_indexer), in_rows(k_indexer)
-    scaled = in_rows(weights.float() * indexer_softmax_scale)
+    scaled = in_rows(_scaled(weights, indexer_softmax_scale))
     coefficient = float(loss_coeff) / (1 if calculate_per_token_loss else max(rows.numel(), 1))
     row_weights = torch.full((len(query),), coefficient, dtype=torch.float32, device=query.device)
     padding: Tensor | None = None

@@ -33,12 +33,12 @@ the loss over all keys at ratio 4. The functions here have none of these limits:
 `hopwell.compat.cudnn` may stand in for the two modules in `sys.modules`. Arguments, layouts, entries and results are
 the same as in `fused_sparse_attention.py` and `fused_compressor.py`. Differences: the functions run on GPUs from Ampere
 on and on the CPU, where they take float32 too. Tensors may have any strides. Selected entries are in ascending order.
-The indexer's weights times its scale are not rounded to bf16. Lengths of the longest segment are not used.
-`fused_csa_indexer_sparse_attn` computes the indexer's gradients in the backward; with a loss_coeff of 0 they are zeros.
-For the loss over all keys it runs two more forwards, one over the window and one over all visible compressed keys. A
-`topk_length` beside an `indexer_topk` is allowed. `maybe_compress_thd_fused` takes any ratio, and also runs where
-PyTorch is told to be deterministic. It returns None if it declines, and rows after the last key are 0. The other
-functions raise a ValueError that names the argument.
+Lengths of the longest segment are not used. `fused_csa_indexer_sparse_attn` computes the indexer's gradients in the
+backward and rounds them once; Megatron-LM rounds them before and after it multiplies by the gradient of the loss. With
+a loss_coeff of 0 they are zeros. For the loss over all keys it runs two more forwards, one over the window and one over
+all visible compressed keys. A `topk_length` beside an `indexer_topk` is allowed. `maybe_compress_thd_fused` takes any
+ratio, and also runs where PyTorch is told to be deterministic. It returns None if it declines, and rows after the last
+key are 0. The other functions raise a ValueError that names the argument.
 
 Not here: `FusedCSAIndexerSparseAttnFromTopkFunc`, for context-parallel packed training, and `build_flat_topk_idxs`.
 They remain Megatron-LM's own; with compact=True the latter needs cuDNN's front end on a GPU.
