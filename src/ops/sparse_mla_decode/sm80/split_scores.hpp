@@ -63,8 +63,8 @@ struct Query {
     }
   }
 
-  // Converts the elements after a barrier.
-  HOPWELL_DEVICE void convert(const SplitStorage<Config>& s) {
+  // Converts the elements after a barrier, and notes whether q of all heads is finite.
+  HOPWELL_DEVICE void convert(SplitStorage<Config>& s) {
     if constexpr (!Config::kFp16) return;
     const int warp = arch::warp_index(), g = tile::fragment_row();
     HOPWELL_UNROLL
@@ -85,14 +85,21 @@ struct Query {
         }
       }
     }
+    const bool finite = largest_of(s, arch::lane_index() % Config::kHeads) < INFINITY;
+    const uint32_t all = arch::ballot(finite);
+    if (arch::lane_index() == 0) s.finite[warp] = all == 0xffffffff;
+    arch::syncwarp();
   }
 
-  static HOPWELL_DEVICE QueryUnit unit_of(const SplitStorage<Config>& s, int head) {
+  static HOPWELL_DEVICE float largest_of(const SplitStorage<Config>& s, int head) {
     uint32_t largest = 0;
     HOPWELL_UNROLL
     for (int w = 0; w < Config::kWarps; ++w)
       largest = tile::Larger{}(largest, arch::bit_cast<uint32_t>(s.maxima[w][head]));
-    return query_unit(arch::bit_cast<float>(largest));
+    return arch::bit_cast<float>(largest);
+  }
+  static HOPWELL_DEVICE QueryUnit unit_of(const SplitStorage<Config>& s, int head) {
+    return query_unit(largest_of(s, head));
   }
 };
 
@@ -233,7 +240,7 @@ template <class Config>
 HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), lane = arch::lane_index();
-  bool exact = true;
+  bool exact = s.finite[warp];
   HOPWELL_UNROLL
   for (int i = 0; i < Row::kScales; ++i) {
     scale[i] = Row::scale(s.stages[stage] + lane * Row::kPitch, warp, i);
