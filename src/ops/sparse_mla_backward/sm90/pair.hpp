@@ -129,6 +129,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
   for (int tile = 0; tile < 2; ++tile) {
     if (tile == 1) {
       if (maps.has_dq && t == 0) arch::bulk_wait_read<0>();
+      arch::syncwarp();  // kept: a lane has diverged
       arch::barrier_sync(kPairLowStaged + kHalf, 128);
     }
     stage_panels(&s.keys[2 * kHalf], dq[tile], lane);
@@ -158,6 +159,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
     }
   }
   if (maps.has_dq && t == 0) arch::bulk_wait_read<0>();
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
 // Warpgroup 0, until dS of its own tile is complete and sent.
