@@ -203,6 +203,16 @@ def test_selection(packed: bool) -> None:
         assert torch.equal(counted, (wanted >= 0).sum(1).int())
 
 
+def test_scaled_weights_are_rounded_as_megatron_rounds_them() -> None:
+    """So both select the same keys. Exact products select others."""
+    q, k, weights = (torch.randn(*shape).bfloat16() for shape in ((512, 1, 2, 8), (512, 1, 8), (512, 1, 2)))
+    chosen, _ = megatron.indexer_topk(q, k, weights, 128, 1, INDEX_SCALE)
+    rounded, _ = megatron.indexer_topk(q, k, (weights.float() * INDEX_SCALE).bfloat16(), 128, 1, 1.0)
+    exact, _ = megatron.indexer_topk(q.float(), k.float(), weights.float(), 128, 1, INDEX_SCALE)
+    assert torch.equal(chosen, rounded)
+    assert not torch.equal(chosen, exact)
+
+
 def test_selection_of_queries_that_begin_within_their_sequences() -> None:
     """The last queries of two sequences, as a context-parallel rank has them."""
     pack, offsets = Pack([S, 9]), [6, 4]
