@@ -307,7 +307,7 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (releases) slot.release(first_group + 1);
 }
 
-// Clears rows whose scale is 0, because their sums may be NaN. There are few such queries.
+// Clears rows whose scale is 0, because their sums may be NaN. Few queries have such rows.
 HOPWELL_DEVICE void clear_unscaled(const float (&scale)[2], float (&out)[2][64]) {
   if (arch::ballot(scale[0] == 0 || scale[1] == 0) == 0) return;
   HOPWELL_UNROLL
@@ -330,9 +330,9 @@ HOPWELL_DEVICE void await_out() {
   arch::syncwarp();
 }
 
-// Writes this warpgroup's half of the output by TMA, a panel at a time. Each warp stages its 16 rows of a
-// panel: even panels in out_panels, odd ones in the space of its P, which the other warpgroup has read before it sent
-// its sums. So no space of a tile is needed, and the next query's tiles may arrive meanwhile.
+// Writes this warpgroup's half of the output by TMA, a panel at a time. Each warp stages its 16 rows of a panel: even
+// panels in out_panels, odd ones in the space of its P, which the other warpgroup has read before it sent its sums. So
+// no space of a tile is needed, and the next query's tiles may arrive meanwhile.
 template <class Storage>
 HOPWELL_DEVICE void store_out(const BoxParams& p, Storage& s, int self, const MathTile& work, const float (&out)[2][64],
                               const float (&scale)[2]) {

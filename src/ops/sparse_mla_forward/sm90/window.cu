@@ -43,7 +43,8 @@ bool launch_with_boxes(const Problem& problem, const Plan& plan, const tile::Sel
   const std::optional<KeyRows> keys = key_rows_of(problem.kv, problem.window_kv);
   if (!keys) return false;
   const BoxParams with_boxes = params_with_boxes(problem, p, *keys);
-  // Without indices, rows have any length. Selected rows are mostly whole steps, and the tests cost 1 % of their time.
+  // Without indices, rows have any length. Selected rows are mostly whole steps. To look for a last
+  // tile without keys would cost them 1 % of their time.
   if (p.selection.has_indices)
     launch_kernel<many_heads::SharedStorage<512, BoxParams, false>>(problem, plan, with_boxes, stream);
   else
