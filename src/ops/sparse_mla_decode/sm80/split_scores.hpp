@@ -63,7 +63,8 @@ struct Query {
     }
   }
 
-  // Converts the elements after a barrier, and notes whether q of all heads is finite.
+  // Converts the elements after a barrier, and notes whether q of all heads is finite: for each warp to read after the
+  // next barrier.
   HOPWELL_DEVICE void convert(SplitStorage<Config>& s) {
     if constexpr (!Config::kFp16) return;
     const int warp = arch::warp_index(), g = tile::fragment_row();
@@ -88,7 +89,6 @@ struct Query {
     const bool finite = largest_of(s, arch::lane_index() % Config::kHeads) < INFINITY;
     const uint32_t all = arch::ballot(finite);
     if (arch::lane_index() == 0) s.finite[warp] = all == 0xffffffff;
-    arch::syncwarp();
   }
 
   static HOPWELL_DEVICE float largest_of(const SplitStorage<Config>& s, int head) {
