@@ -118,6 +118,27 @@ def test_the_size_of_the_device_does_not_change_bits(
         assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("backend", hopwell.backends("sparse_mla_decode"))
+@pytest.mark.parametrize(("d", "row"), [*FORMATS.values(), (576, 576), (512, 512)])
+def test_an_infinite_element_of_q_beside_large_ones(backend: str, d: int, row: int, rng: np.random.Generator) -> None:
+    """Where q is -inf, all keys are positive: all scores are -inf, and 1e30 elsewhere in q makes none of them NaN."""
+    device = "cuda" if backend.startswith("sm") else "cpu"
+    rows = random(rng, 128, d).to(device)
+    rows[:, 3] = rows[:, 3].abs() + 0.5
+    cache = rows.view(8, 16, d)
+    if row:
+        cache = torch.zeros(8, 16, row, dtype=torch.uint8, device=device)
+        mla_cache_append(rows, cache, torch.arange(128, device=device))
+    q = random(rng, 2, 9, d).to(device)
+    q[:, 1] *= 1e30
+    q[:, 1, 3] = -torch.inf
+    indices = integers(rng, -10, 140, 2, 100).to(device)
+    out, lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, backend=backend)
+    assert bool(torch.all(out[:, 1] == 0))
+    assert bool(torch.all(lse[:, 1] == torch.inf))  # as without keys
+    assert bool(torch.all(lse[:, [0, 2]].isfinite()))
+
+
 def test_reasons(rng: np.random.Generator) -> None:
     """What GPUs do not support is said in words that name the argument."""
     gpus = [b for b in hopwell.backends("sparse_mla_decode") if b != "cpu"]

@@ -14,12 +14,12 @@
 //           number. Seen as 16-bit elements, ldmatrix.trans gives two columns of two keys in a word. Q is fp16 too,
 //           divided by a power of two for each head so that its largest element is within 2^14 … 2^15. A block's scale
 //           multiplies its share of S in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13 to
-//           2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, or q is
-//           not finite, its blocks are decoded to bf16(fp32(code · scale)) in fp32, as the operator defines them, and
-//           multiplied as bf16. A NaN code makes the key's scores NaN
+//           2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, its
+//           blocks are decoded to bf16(fp32(code · scale)) in fp32, as the operator defines them, and multiplied as
+//           bf16. A NaN code makes the key's scores NaN
 // Entries   256 at a time. The rows of valid entries are listed in order, so all steps of a list but the last are full,
 //           and invalid entries cost no step. Rows past the last one are filled with zeros and masked
-// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,168 = 85,904 B
+// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
 //           registers: Q 20 + O 32 + ~70: 128, for two CTAs per SM; 16 heads of V4, and 32 heads: one. Hopper's SM
 //           has shared memory for both. An A100's, with 164 KB, has room for one CTA with 16 heads of V3.2 rows with
 //           RoPE, with 16 heads of bf16 rows, or with 8 heads of bf16 rows of d_qk 576

@@ -8,14 +8,14 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 // ---- Q ----------------------------------------------------------------------------------------------------------------
 
 // A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse. It
-// is at most 2^100, because it must fit in fp32: a largest |q| below 2^-86 stays below 2^14. It is 1 if an element is
-// infinite or NaN, because fp16 has these values too.
+// is at most 2^100, because it must fit in fp32: a largest |q| below 2^-86 stays below 2^14. If an element is infinite
+// or NaN, all finite ones fit in fp16, too. Some may become zeros, but scores are infinite or NaN whatever they are.
 struct QueryUnit {
   float down, up;
 };
 HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   const int of_largest = int(arch::bit_cast<uint32_t>(largest) >> 23) - 127;
-  const int e = of_largest == 128 ? 0 : of_largest < -86 ? -100 : of_largest - 14;
+  const int e = of_largest < -86 ? -100 : of_largest - 14;
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
@@ -63,9 +63,8 @@ struct Query {
     }
   }
 
-  // Converts the elements after a barrier, and notes whether q of all heads is finite: for each warp to read after the
-  // next barrier.
-  HOPWELL_DEVICE void convert(SplitStorage<Config>& s) {
+  // Converts the elements after a barrier.
+  HOPWELL_DEVICE void convert(const SplitStorage<Config>& s) {
     if constexpr (!Config::kFp16) return;
     const int warp = arch::warp_index(), g = tile::fragment_row();
     HOPWELL_UNROLL
@@ -86,20 +85,14 @@ struct Query {
         }
       }
     }
-    const bool finite = largest_of(s, arch::lane_index() % Config::kHeads) < INFINITY;
-    const uint32_t all = arch::ballot(finite);
-    if (arch::lane_index() == 0) s.finite[warp] = all == 0xffffffff;
   }
 
-  static HOPWELL_DEVICE float largest_of(const SplitStorage<Config>& s, int head) {
+  static HOPWELL_DEVICE QueryUnit unit_of(const SplitStorage<Config>& s, int head) {
     uint32_t largest = 0;
     HOPWELL_UNROLL
     for (int w = 0; w < Config::kWarps; ++w)
       largest = tile::Larger{}(largest, arch::bit_cast<uint32_t>(s.maxima[w][head]));
-    return arch::bit_cast<float>(largest);
-  }
-  static HOPWELL_DEVICE QueryUnit unit_of(const SplitStorage<Config>& s, int head) {
-    return query_unit(largest_of(s, head));
+    return query_unit(arch::bit_cast<float>(largest));
   }
 };
 
@@ -240,7 +233,7 @@ template <class Config>
 HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), lane = arch::lane_index();
-  bool exact = s.finite[warp];
+  bool exact = true;
   HOPWELL_UNROLL
   for (int i = 0; i < Row::kScales; ++i) {
     scale[i] = Row::scale(s.stages[stage] + lane * Row::kPitch, warp, i);

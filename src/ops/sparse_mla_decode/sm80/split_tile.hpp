@@ -45,7 +45,6 @@ struct SplitStorage {
   const unsigned char* second[RowAddress<Row>::kHasSecond ? Config::kListed : 1];
   float factors[Config::kHeads];                 // row_scale of a step; at the end the factor of the output
   float maxima[Config::kWarps][Config::kHeads];  // of |q| over a warp's columns
-  bool finite[Config::kWarps];                   // whether q is, for each warp to read
   int counts[Config::kWarps];                    // valid entries that each warp has listed
   int keys[Config::kStages];                     // of a stage that are valid
 };
