@@ -62,6 +62,16 @@ HOPWELL_DEVICE BlockIndex block_index_3d() {
 #endif
 }
 HOPWELL_DEVICE int block_index() { return block_index_3d().x; }
+/// The same, read again at each call: see thread_index_anew().
+HOPWELL_DEVICE int block_index_anew() {
+#if HOPWELL_ON_DEVICE
+  int b;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b));
+  return b;
+#else
+  return block_index();
+#endif
+}
 HOPWELL_DEVICE int grid_size() {
 #if HOPWELL_ON_DEVICE
   return int(gridDim.x);

@@ -23,9 +23,11 @@ struct SplitKernel {
 template <class RowsOfFormat>
 SplitKernel split_kernel(int heads);
 
-// Hopper's kernels for tiles of 8 or 16 heads, and of 64 heads.
+// Hopper's kernel for tiles of 8 or 16 heads.
 template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads);
+
+// A backend's kernel for tiles of 64 heads. Ampere's is for rows with codes.
 template <class RowsOfFormat>
 SplitKernel many_heads_kernel();
 

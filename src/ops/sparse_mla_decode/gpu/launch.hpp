@@ -64,19 +64,21 @@ struct HeadsOfTile {
   SplitKernel kernel;
 };
 
-inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
+// kernel_for: of a problem and the splits of a query.
+inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p,
+                                              HeadsOfTile (*kernel_for)(const Problem&, std::int64_t)) {
   using runtime::Unsupported;
   if (const char* reason = unsupported_by_splits(p)) return Unsupported{reason};
   SplitPlan plan;
-  const HeadsOfTile tile = kernel_for(p);
-  plan.heads = tile.heads, plan.kernel = tile.kernel;
-  plan.head_tiles = tile::ceil_div(p.h_q, plan.heads);
   const auto splits_of = [&](const Keys& keys) {  // not by ceil_div, because keys_per_split may be almost 2^63
     const std::int64_t topk = keys.selection.topk;
     return topk / p.keys_per_split + (topk % p.keys_per_split != 0 ? 1 : 0);
   };
   plan.splits_of_keys = std::max<std::int64_t>(splits_of(p.keys), 1);
   plan.splits = plan.splits_of_keys + (p.extra ? splits_of(*p.extra) : 0);
+  const HeadsOfTile tile = kernel_for(p, plan.splits);
+  plan.heads = tile.heads, plan.kernel = tile.kernel;
+  plan.head_tiles = tile::ceil_div(p.h_q, plan.heads);
   const std::int64_t queries = p.b * p.q_len;
   if (!runtime::fit_in_ints({queries, p.h_q, plan.splits * plan.head_tiles, plan.splits * p.h_q}))
     return Unsupported{"needs b · q_len, h_q and h_q times the number of splits below 2^31 - 1024"};

@@ -14,9 +14,9 @@ struct Work {
 
   // heads: of a tile. Without it first_head is 0.
   HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0) {
-    const int tile = arch::block_index() / p.ctas_of_query;
+    const int tile = arch::block_index_anew() / p.ctas_of_query;
     query = p.first_query + tile / p.head_tiles;
-    split = arch::block_index() % p.ctas_of_query * p.splits_of_cta;
+    split = arch::block_index_anew() % p.ctas_of_query * p.splits_of_cta;
     splits = p.splits - split < p.splits_of_cta ? p.splits - split : p.splits_of_cta;
     first_head = tile % p.head_tiles * heads;
   }

@@ -19,7 +19,8 @@ HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
-// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or of RoPE.
+// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or, if the warp's number
+// is even, of RoPE.
 template <class Config>
 struct Query {
   using Row = typename Config::Row;
@@ -28,8 +29,8 @@ struct Query {
   // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a
   // lane has columns 4 t to 4 t + 3.
   static HOPWELL_DEVICE bool is_plain(int warp, int step) { return step < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain; }
-  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 16 * warp; }
-  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp < 4; }
+  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 8 * warp; }
+  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp % 2 == 0; }
 
   // Loads unconverted bf16, and writes the largest |q| of the warp's columns.
   HOPWELL_DEVICE void load(const SplitParams& p, SplitStorage<Config>& s, const Work& work) {
@@ -109,7 +110,8 @@ HOPWELL_DEVICE bool is_exact_scale(float scale) {
 template <class Config>
 using ScoresOfWarp = float[Config::kHeadBlocks][4];
 
-// The share of a block of codes, exact scales. scale: of key `lane` of the step.
+// The share of a block of codes, exact scales. scale: of key `lane` of the step. Without scales the factor of codes stays
+// in the scores: kScoreUnit.
 template <class Config>
 HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
                                    const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
@@ -118,7 +120,7 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
   uint32_t words[2][4];  // of chunks 0, 1 and 2, 3: keys g and g + 8 of the first, then of the second chunk
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) arch::ldmatrix(words[i], matrices_of_keys(s, stage, key, Row::offset_of(warp) + 32 * i));
-  float products[Row::kScales][Config::kHeadBlocks][4] = {};
+  ScoresOfWarp<Config> products[Row::kScales] = {};
   HOPWELL_UNROLL
   for (int chunk = 0; chunk < 4; ++chunk) {
     const tile::CodePairs low = Config::Codes::even_odd(words[chunk / 2][chunk % 2 * 2]),
@@ -135,21 +137,27 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
     }
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j)
-      arch::mma_m16n8k16_fp16(products[chunk / Row::kChunksOfScale][j], a, q.words[chunk][j]);
+      arch::mma_m16n8k16_fp16(Row::kHasScales ? products[chunk / Row::kChunksOfScale][j] : shares[j], a,
+                              q.words[chunk][j]);
   }
-  HOPWELL_UNROLL
-  for (int i = 0; i < Row::kScales; ++i) {
+  if constexpr (Row::kHasScales) {
     HOPWELL_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      float factor = 1 / Config::Codes::kUnit;
-      if constexpr (Row::kHasScales) factor *= arch::shuffle(scale[i], key + 8 * row + g);
+    for (int n = 0; n < 2 * Row::kScales; ++n) {
+      const int i = n / 2, row = n % 2;
+      const float factor = 1 / Config::Codes::kUnit * arch::shuffle(scale[i], key + 8 * row + g);
       HOPWELL_UNROLL
-      for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) {
-        float& share = shares[n / 2][2 * row + n % 2];
-        share = fmaf(products[i][n / 2][2 * row + n % 2], factor, share);
+      for (int x = 0; x < 2 * Config::kHeadBlocks; ++x) {
+        float& share = shares[x / 2][2 * row + x % 2];
+        share = fmaf(products[i][x / 2][2 * row + x % 2], factor, share);
       }
     }
   }
+}
+
+// Elements 0 and 2 of four, and elements 1 and 3: the order of codes in products.
+HOPWELL_DEVICE void even_odd_of_four(const bf16* at, uint32_t (&pairs)[2]) {
+  const uint32_t low = *reinterpret_cast<const uint32_t*>(at), high = *reinterpret_cast<const uint32_t*>(at + 2);
+  pairs[0] = arch::permute_bytes<0x5410>(low, high), pairs[1] = arch::permute_bytes<0x7632>(low, high);
 }
 
 // The same for any scales. Q is read again as bf16, because the kernel keeps it in registers as fp16.
@@ -168,16 +176,13 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
     float scale_of_chunk = scale[0];
     if constexpr (Row::kScales > 1) scale_of_chunk = chunk < Row::kChunksOfScale ? scale[0] : scale[1];
     const float low = arch::shuffle(scale_of_chunk, key + g), high = arch::shuffle(scale_of_chunk, key + 8 + g);
-    const uint32_t a[4] = {scaled_codes(words[0], 0, 1, low, low), scaled_codes(words[1], 0, 1, high, high),
-                           scaled_codes(words[0], 2, 3, low, low), scaled_codes(words[1], 2, 3, high, high)};
+    const uint32_t a[4] = {scaled_codes(words[0], 0, 2, low, low), scaled_codes(words[1], 0, 2, high, high),
+                           scaled_codes(words[0], 1, 3, low, low), scaled_codes(words[1], 1, 3, high, high)};
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       const int head = work.first_head + 8 * j + g;
       uint32_t b[2] = {0, 0};
-      if (head < p.h_q) {
-        const bf16* at = of_query + head * p.q_stride[2] + 64 * warp + 16 * chunk + 4 * t;
-        b[0] = *reinterpret_cast<const uint32_t*>(at), b[1] = *reinterpret_cast<const uint32_t*>(at + 2);
-      }
+      if (head < p.h_q) even_odd_of_four(of_query + head * p.q_stride[2] + 64 * warp + 16 * chunk + 4 * t, b);
       arch::mma_m16n8k16_bf16(products[j], a, b);
     }
   }
@@ -202,35 +207,31 @@ HOPWELL_DEVICE void multiply_plain(const SplitStorage<Config>& s, int stage, int
   for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_bf16(shares[j], a, q[j]);
 }
 
-// 16 columns of RoPE. Codes have no scale there.
+// 16 columns of RoPE. Rows that have codes there have no scales.
 template <class Config>
 HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
                                   ScoresOfWarp<Config>& shares) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index();
   if constexpr (Row::kRopeIsPlain) {
-    multiply_plain(s, stage, key, Row::kRopeAt + 32 * warp, q.words[4], shares);
+    multiply_plain(s, stage, key, Row::kRopeAt + 16 * warp, q.words[4], shares);
   } else {
     uint32_t words[2];
-    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 16 * warp));
+    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 8 * warp));
     const tile::CodePairs low = Config::Codes::even_odd(words[0]), high = Config::Codes::even_odd(words[1]);
     uint32_t a[4] = {low.first, high.first, low.second, high.second};
     HOPWELL_UNROLL
     for (int row = 0; row < 2; ++row)
       if (Config::Codes::nan_bits(words[row]) & 0x80808080) a[row] = 0x7fff7fff;
-    float products[Config::kHeadBlocks][4] = {};
     HOPWELL_UNROLL
-    for (int j = 0; j < Config::kHeadBlocks; ++j) {
-      arch::mma_m16n8k16_fp16(products[j], a, q.words[4][j]);
-      for (int i = 0; i < 4; ++i) shares[j][i] = fmaf(products[j][i], 1 / Config::Codes::kUnit, shares[j][i]);
-    }
+    for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_fp16(shares[j], a, q.words[4][j]);
   }
 }
 
 // Loads the scales of this warp's block, key `lane`, and writes them as factors of P. Returns whether the scales of all
 // valid keys are exact. Other rows are zeros, so their scales are 0 as fp16, but a byte of 0 is the scale 2^-127.
 template <class Config>
-HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
+HOPWELL_DEVICE bool load_scales(KeysOfSteps<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), lane = arch::lane_index();
   bool exact = true;
@@ -260,7 +261,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
     copies.start(later, key / 16);
     ScoresOfWarp<Config> shares = {};
     if constexpr (Row::kHasRope)
-      if (warp < 4) multiply_rope(s, stage, key, q, shares);
+      if (warp % 2 == 0) multiply_rope(s, stage, key, q, shares);
     if (plain) {
       if constexpr (Row::kHasPlain) {
         HOPWELL_UNROLL
@@ -300,20 +301,20 @@ struct SoftmaxOfHead {
   }
 };
 
-// Adds the shares of a step's scores, and writes P and the head's row_scale.
+// Adds the shares of a step's scores, each half of the columns by itself, and writes P and the head's row_scale.
 template <class Config>
 HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead<Config>& of) {
   constexpr int kKeysOfLane = Config::kHeadBlocks;
   const int key = arch::lane_index() % Config::kLanesOfHead * kKeysOfLane;
-  float x[kKeysOfLane] = {}, maximum = -INFINITY;
+  float halves[2][kKeysOfLane] = {}, x[kKeysOfLane], maximum = -INFINITY;
   HOPWELL_UNROLL
   for (int w = 0; w < Config::kWarps; ++w) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kKeysOfLane; ++i) x[i] += s.scores[w][of.head][key + i];
+    for (int i = 0; i < kKeysOfLane; ++i) halves[w / 4][i] += s.scores[w][of.head][key + i];
   }
   HOPWELL_UNROLL
   for (int i = 0; i < kKeysOfLane; ++i) {
-    x[i] = key + i < s.keys[stage] ? x[i] * of.up * scale_log2 : -INFINITY;
+    x[i] = key + i < s.keys[stage] ? (halves[0][i] + halves[1][i]) * of.up * scale_log2 : -INFINITY;
     maximum = fmaxf(maximum, x[i]);
   }
   maximum = tile::reduce<1, Config::kLanesOfHead / 2>(maximum, tile::Larger{});
