@@ -480,7 +480,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"lengths_many_keys", {.dtype = fp32, .s_q = 24, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1300, .lengths = true}},
       {"sink", {.sink = Sink::kAny}},
       {"sink_extreme", {.s_q = 3, .sink = Sink::kExtreme}},
-      {"many_tiles", {.s_q = 7, .s_kv = 100, .h_q = 65, .topk = 200}},
+      {"many_tiles", {.s_q = 7, .s_kv = 100, .h_q = 97, .topk = 200}},
       {"many_tiles_h_q_40", {.s_q = 7, .s_kv = 100, .h_q = 40, .topk = 330}},
       {"hot_row", {.s_q = 40, .h_q = 8, .indices = Indices::kHot}},
       {"duplicates", {.s_q = 3, .indices = Indices::kTwice}},

@@ -1,6 +1,7 @@
 // sparse_mla_forward: bad input, and what case descriptions cannot express.
 #include <sys/mman.h>
 
+#include <array>
 #include <cmath>
 
 #include "ops/sparse_mla_forward/plan.hpp"
@@ -151,17 +152,29 @@ TEST(SparseMlaForward, StatisticsAreExactOnTheCpu) {
   }
 }
 
+ops::sparse_mla_forward::Problem problem_of_heads(std::int64_t h_q, std::int64_t s_q) {
+  static std::int32_t somewhere;  // nothing is read
+  ops::sparse_mla_forward::Problem p;
+  p.h_q = h_q, p.s_q = s_q, p.s_kv = 8192, p.topk = 2048, p.d_qk = 576;
+  p.selection.indices = &somewhere;
+  p.device.capability = 90, p.device.sms = 132, p.device.l2_bytes = std::size_t{60} << 20;
+  return p;
+}
+
 TEST(SparseMlaForward, PlansFillTheDeviceWithTilesOfHeads) {
   using namespace ops::sparse_mla_forward;
-  Problem problem;
-  problem.s_q = 100, problem.device.sms = 132;
+  Problem problem = problem_of_heads(1, 100);
   const auto expect = [&](std::int64_t h_q, int tile_heads, int head_tiles, std::uint32_t ctas) {
     problem.h_q = h_q;
     const Plan plan = plan_of(problem);
-    EXPECT_EQ(plan.tile_heads, tile_heads) << h_q;
-    EXPECT_EQ(plan.head_tiles, head_tiles) << h_q;
-    EXPECT_EQ(plan.work_tiles, 100U * static_cast<std::uint32_t>(head_tiles)) << h_q;
-    EXPECT_EQ(plan.ctas, ctas) << h_q;
+    ASSERT_EQ(plan.launches.size(), 1U) << h_q;
+    const LaunchPlan& launch = plan.launches.front();
+    EXPECT_EQ(launch.first_head, 0) << h_q;
+    EXPECT_EQ(launch.heads, h_q) << h_q;
+    EXPECT_EQ(launch.tile_heads, tile_heads) << h_q;
+    EXPECT_EQ(launch.head_tiles, head_tiles) << h_q;
+    EXPECT_EQ(launch.work_tiles, 100U * static_cast<std::uint32_t>(head_tiles)) << h_q;
+    EXPECT_EQ(launch.ctas, ctas) << h_q;
   };
   expect(1, 16, 1, 100);
   expect(16, 16, 1, 100);
@@ -171,6 +184,107 @@ TEST(SparseMlaForward, PlansFillTheDeviceWithTilesOfHeads) {
   expect(128, 64, 2, 132);
   problem.device.sms = 8;
   expect(128, 64, 2, 8);
+}
+
+TEST(SparseMlaForward, HeadsAfterTheLastWholeTileHaveALaunch) {
+  using namespace ops::sparse_mla_forward;
+  const auto expect = [](std::int64_t h_q, std::int64_t first_heads, int tile_heads) {
+    const Plan plan = plan_of(problem_of_heads(h_q, 4096));
+    ASSERT_EQ(plan.launches.size(), 2U) << h_q;
+    const LaunchPlan &many = plan.launches[0], &few = plan.launches[1];
+    EXPECT_EQ(many.first_head, 0) << h_q;
+    EXPECT_EQ(many.heads, first_heads) << h_q;
+    EXPECT_EQ(many.tile_heads, 64) << h_q;
+    EXPECT_EQ(many.work_tiles, 4096 * first_heads / 64) << h_q;
+    EXPECT_EQ(few.first_head, first_heads) << h_q;
+    EXPECT_EQ(few.heads, h_q - first_heads) << h_q;
+    EXPECT_EQ(few.tile_heads, tile_heads) << h_q;
+    EXPECT_EQ(few.head_tiles, 1) << h_q;
+    EXPECT_EQ(few.work_tiles, 4096U) << h_q;
+    EXPECT_EQ(few.queries_at_once, 2) << h_q;
+    EXPECT_EQ(plan.groups.count, 0) << h_q;
+  };
+  expect(65, 64, 16);
+  expect(80, 64, 16);
+  expect(81, 64, 32);
+  expect(96, 64, 32);
+  expect(144, 128, 16);
+  expect(160, 128, 32);
+  for (const std::int64_t h_q : {1, 32, 33, 64, 97, 127, 128, 161, 192})
+    EXPECT_EQ(plan_of(problem_of_heads(h_q, 4096)).launches.size(), 1U) << h_q;
+}
+
+TEST(SparseMlaForward, TwoLaunchesTakeFewerWavesThanOne) {
+  using namespace ops::sparse_mla_forward;
+  const auto launches = [](const Problem& p) { return plan_of(p).launches.size(); };
+  const auto expect = [&](std::int64_t s_q, std::size_t of_80_heads, std::size_t of_96_heads) {
+    EXPECT_EQ(launches(problem_of_heads(80, s_q)), of_80_heads) << s_q;
+    EXPECT_EQ(launches(problem_of_heads(96, s_q)), of_96_heads) << s_q;
+  };
+  expect(0, 1, 1);
+  expect(66, 1, 1);   // waves of 64 heads: 1 instead of 1, and the second launch
+  expect(132, 1, 1);  // 1 instead of 2; no CTA of the second launch has two queries
+  expect(198, 1, 1);  // 2 instead of 3
+  expect(199, 2, 2);  // 2 instead of 4
+  expect(264, 2, 2);
+  expect(265, 1, 1);  // 3 instead of 5; a third query counts as two
+  expect(396, 2, 1);  // 3 instead of 6
+  expect(4096, 2, 2);
+}
+
+TEST(SparseMlaForward, ASecondLaunchNeedsAlignedRowsAndSelectedKeysInL2) {
+  using namespace ops::sparse_mla_forward;
+  Problem p = problem_of_heads(80, 4096);
+  p.s_kv = 54613;
+  EXPECT_EQ(plan_of(p).launches.size(), 2U);
+  p.s_kv = 54614;
+  EXPECT_EQ(plan_of(p).launches.size(), 1U);
+  p.selection.indices = nullptr;
+  EXPECT_EQ(plan_of(p).launches.size(), 2U);
+  for (View Problem::* tensor : {&Problem::q, &Problem::kv, &Problem::window_kv}) {
+    Problem unaligned = p;
+    (unaligned.*tensor).dtype = DType::kBFloat16, (unaligned.*tensor).shape[0] = 9, (unaligned.*tensor).stride[0] = 12;
+    EXPECT_EQ(plan_of(unaligned).launches.size(), 1U);
+  }
+  p = problem_of_heads(80, 2);
+  p.s_kv = 1 << 20, p.device.capability = 0;  // the emulator's own profile
+  EXPECT_EQ(plan_of(p).launches.size(), 2U);
+}
+
+TEST(SparseMlaForward, ALaunchHasTheTensorsOfItsHeads) {
+  using namespace ops::sparse_mla_forward;
+  std::array<char, 1 << 16> memory;  // nothing is read
+  char* const middle = memory.data() + memory.size() / 2;
+  const auto view = [&](DType dtype, int ndim, std::array<std::int64_t, View::kMaxDims> stride) {
+    View v;
+    v.data = middle, v.dtype = dtype, v.present = true, v.ndim = ndim;
+    v.shape =
+        ndim == 1 ? std::array<std::int64_t, View::kMaxDims>{80} : std::array<std::int64_t, View::kMaxDims>{9, 80};
+    v.stride = stride;
+    return v;
+  };
+  Problem p = problem_of_heads(80, 9);
+  p.device.capability = 0;
+  p.q = view(DType::kBFloat16, 3, {1000, 8, 1}), p.out = view(DType::kBFloat16, 3, {8, -16, 1});
+  p.lse = view(DType::kFloat32, 2, {1, 9}), p.attn_sink = view(DType::kFloat32, 1, {-3});
+  const Plan plan = plan_of(p);
+  ASSERT_EQ(plan.launches.size(), 2U);
+  const Problem first = heads_of_launch(p, plan.launches[0]), second = heads_of_launch(p, plan.launches[1]);
+  EXPECT_EQ(first.h_q, 64);
+  EXPECT_EQ(second.h_q, 16);
+  for (const View Problem::* tensor : {&Problem::q, &Problem::out, &Problem::lse}) {
+    EXPECT_EQ((first.*tensor).shape[1], 64);
+    EXPECT_EQ((second.*tensor).shape[1], 16);
+    EXPECT_EQ((first.*tensor).data, middle);
+    EXPECT_EQ((second.*tensor).stride, (p.*tensor).stride);
+  }
+  EXPECT_EQ(second.attn_sink.shape[0], 16);
+  EXPECT_EQ(second.q.data, middle + 64 * 8 * 2);
+  EXPECT_EQ(second.out.data, middle - 64 * 16 * 2);
+  EXPECT_EQ(second.lse.data, middle + 64 * 9 * 4);
+  EXPECT_EQ(second.attn_sink.data, middle - 64 * 3 * 4);
+  EXPECT_FALSE(second.max_logits);
+  EXPECT_EQ(second.max_logits.data, nullptr);
 }
 
 // 64 queries that may be taken in groups, of 132 multiprocessors.
@@ -199,7 +313,7 @@ TEST(SparseMlaForward, PlansHaveGroupsOnlyWhereTheyMayBe) {
   EXPECT_EQ(members(problem_of_groups(12)), 5);
   EXPECT_EQ(members(problem_of_groups(16)), 4);
   EXPECT_EQ(members(problem_of_groups(32)), 2);
-  EXPECT_EQ(members(problem_of_groups(33)), 1);
+  for (const std::int64_t h_q : {33, 80}) EXPECT_EQ(members(problem_of_groups(h_q)), 1);
   EXPECT_EQ(members(problem_of_groups(16, 4096)), 4);
   EXPECT_EQ(members(problem_of_groups(16, 4097)), 1);
   EXPECT_EQ(members(problem_of_groups(16, 0)), 1);
@@ -219,12 +333,13 @@ TEST(SparseMlaForward, PlansHaveGroupsOnlyWhereTheyMayBe) {
 TEST(SparseMlaForward, PlansOfGroupsHaveWorkspaceAndLeaveTheRest) {
   using namespace ops::sparse_mla_forward;
   const Problem p = problem_of_groups(12);  // 12 groups of 5, and 4 queries
-  const Plan plan = plan_of(p), of_groups = plan_of_groups(p, plan);
+  const Plan plan = plan_of(p);
+  const LaunchPlan of_groups = plan_of_groups(p, plan);
   EXPECT_EQ(of_groups.work_tiles, 12U);
   EXPECT_EQ(of_groups.ctas, 12U);
   EXPECT_EQ(of_groups.tile_heads, 64);
-  EXPECT_EQ(plan.work_tiles, 64U);  // what is not left is found out on the device
-  EXPECT_EQ(plan.tile_heads, 16);
+  EXPECT_EQ(plan.launches.front().work_tiles, 64U);  // the kernel skips the queries of groups
+  EXPECT_EQ(plan.launches.front().tile_heads, 16);
   const std::size_t entries = 60UL * 256;
   EXPECT_LE(plan.merged_rows.keys + 4 * entries, plan.merged_rows.member_masks);
   EXPECT_LE(plan.merged_rows.member_masks + entries, plan.merged_rows.lengths);

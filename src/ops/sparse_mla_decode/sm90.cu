@@ -49,10 +49,14 @@ void launch(const Problem& problem, const Plan& plan, void* workspace, Stream st
   if (problem.b == 0) return;
   if (!plan.forward) return launch_splits(problem, plan.splits, workspace, stream);
   const auto& [f, forward_plan] = *plan.forward;
-  PagedParams p = params_of(problem, f);
-  p.aligned = p.aligned && has_chunk_offsets(problem.keys.cache, problem.d_qk);
-  runtime::with_constant<576, 512>(
-      problem.d_qk, [&]<int kDqk>() { forward::HOPWELL_TARGET::launch_for_heads<kDqk>(f, forward_plan, p, stream); });
+  for (const forward::LaunchPlan& of_heads : forward_plan.launches) {
+    const forward::Problem of_launch = forward::heads_of_launch(f, of_heads);
+    PagedParams p = params_of(problem, of_launch);
+    p.aligned = p.aligned && has_chunk_offsets(problem.keys.cache, problem.d_qk);
+    runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+      forward::HOPWELL_TARGET::launch_for_heads<kDqk>(of_launch, of_heads, p, stream);
+    });
+  }
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -19,7 +19,7 @@ runtime::PlanOr<Plan> plan(const Problem& p) {
 // Merge parameters. A group pays if a step of the kernel for many heads times the length of the union is less than a
 // step of the kernel for few heads times the number of all entries.
 tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan, void* workspace) {
-  const float worth_it = plan.tile_heads == 16 ? 0.6F : 0.8F;  // time of 16 or 32 heads relative to 64
+  const float worth_it = plan.launches.front().tile_heads == 16 ? 0.6F : 0.8F;  // time of 16 or 32 heads relative to 64
   return merge_params(problem, workspace, plan.groups, plan.merged_rows, worth_it);
 }
 
@@ -39,37 +39,44 @@ void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, voi
   p.h_q *= p.members;
 }
 
+Params params_without_window(const Problem& problem, const tile::SelectionParams& selection) {
+  Params p = params_of(problem, selection);
+  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
+  return p;
+}
+
 // Launches the kernel for groups that pay, then the kernel for the ungrouped queries.
-template <int kDqk>
-void launch_in_groups(const Problem& problem, const Plan& plan, void* workspace, const Params& params, Stream stream) {
+void launch_in_groups(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection, void* workspace,
+                      Stream stream) {
   ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups,
                                            merge_params_of(problem, plan, workspace), stream);
+  const Params params = params_without_window(problem, selection);
   GroupedParams groups{params}, others{params};
   take_groups(groups, problem, plan, workspace, true);
   take_groups(others, problem, plan, workspace, false);
-  launch_kernel<many_heads::SharedStorage<kDqk, GroupedParams>>(problem, plan_of_groups(problem, plan), groups, stream);
-  launch_for_few_heads<kDqk>(problem, plan, others, stream);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() {
+    launch_kernel<many_heads::SharedStorage<kDqk, GroupedParams>>(problem, plan_of_groups(problem, plan), groups,
+                                                                  stream);
+    launch_for_few_heads<kDqk>(problem, plan.launches.front(), others, stream);
+  });
 }
 
-template <int kDqk>
-void launch_with_width(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
-                       void* workspace, Stream stream) {
-  Params p = params_of(problem, selection);
-  p.aligned = p.aligned && tile::can_gather(p.kv, problem.s_kv, p.kv_stride_s);
-  if (plan.groups.count > 0)
-    launch_in_groups<kDqk>(problem, plan, workspace, p, stream);
-  else
-    launch_for_heads<kDqk>(problem, plan, p, stream);
+// Launches one kernel. `problem`: restricted to the heads of the launch.
+void launch_heads(const Problem& problem, const LaunchPlan& plan, const tile::SelectionParams& selection,
+                  Stream stream) {
+  if (launch_with_boxes(problem, plan, selection, stream)) return;
+  if (problem.window) return launch_with_window(problem, plan, selection, stream);
+  const Params p = params_without_window(problem, selection);
+  runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() { launch_for_heads<kDqk>(problem, plan, p, stream); });
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   if (problem.s_q == 0) return;
   trim_rows(problem, plan.trimmed, workspace, stream);
   const auto selection = selection_of(problem, plan.trimmed, workspace);
-  if (launch_with_boxes(problem, plan, selection, stream)) return;
-  if (problem.window) return launch_with_window(problem, plan, selection, stream);
-  runtime::with_constant<576, 512>(
-      problem.d_qk, [&]<int kDqk>() { launch_with_width<kDqk>(problem, plan, selection, workspace, stream); });
+  if (plan.groups.count > 0) return launch_in_groups(problem, plan, selection, workspace, stream);
+  for (const LaunchPlan& of_heads : plan.launches)
+    launch_heads(heads_of_launch(problem, of_heads), of_heads, selection, stream);
 }
 
 const runtime::Registration backend{runtime::kBackend, plan, launch};

@@ -3,7 +3,7 @@
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ
 //
-// Tile      one query, all of its heads; 64 keys at a time. CTAs are persistent: see plan.hpp.
+// Tile      one query, all heads of the launch; 64 keys at a time. CTAs are persistent: see plan.hpp.
 //           With WindowParams the first keys of a query are rows of window_kv; only the gather knows.
 // Roles     warpgroups 0 and 1  math    one query each, with all of its tiles and one stage; if there are fewer queries
 //                                       than SMs, warpgroup 0 alternates between both stages and 1 is idle

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Storage::kThreads, 1)
 }
 
 template <class Storage>
-void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::KernelParams p, Stream stream) {
+void launch_kernel(const Problem& problem, const LaunchPlan& plan, typename Storage::KernelParams p, Stream stream) {
   arch::LaunchShape shape = runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage));
   if constexpr (std::is_same_v<decltype(p), GroupedParams>)
     shape.programmatic_dependency = problem.device.has_dependent_launches();
@@ -43,15 +43,15 @@ void launch_kernel(const Problem& problem, const Plan& plan, typename Storage::K
   runtime::launch(kName, sparse_mla_fwd_sm90<Storage>, shape, stream, p);
 }
 
-// Chooses the kernel for the number of heads.
+// Launches the kernel for the number of heads. `problem`: restricted to the heads of the launch.
 template <int kDqk, class KernelParams>
-void launch_for_few_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+void launch_for_few_heads(const Problem& problem, const LaunchPlan& plan, const KernelParams& p, Stream stream) {
   runtime::with_constant<16, 32>(plan.tile_heads, [&]<int kHeads>() {
     launch_kernel<few_heads::SharedStorage<kHeads, kDqk, KernelParams>>(problem, plan, p, stream);
   });
 }
 template <int kDqk, class KernelParams>
-void launch_for_heads(const Problem& problem, const Plan& plan, const KernelParams& p, Stream stream) {
+void launch_for_heads(const Problem& problem, const LaunchPlan& plan, const KernelParams& p, Stream stream) {
   if (plan.tile_heads < 64)
     launch_for_few_heads<kDqk>(problem, plan, p, stream);
   else
@@ -61,9 +61,10 @@ void launch_for_heads(const Problem& problem, const Plan& plan, const KernelPara
 // In sm90/window.cu, so that these kernels compile at the same time as the others.
 // The kernel with tensor copies for 64 heads and d_qk 512, with or without window keys. Returns false, and launches
 // nothing, if it does not support the call.
-bool launch_with_boxes(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection, Stream stream);
+bool launch_with_boxes(const Problem& problem, const LaunchPlan& plan, const tile::SelectionParams& selection,
+                       Stream stream);
 // The other kernels with window keys.
-void launch_with_window(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+void launch_with_window(const Problem& problem, const LaunchPlan& plan, const tile::SelectionParams& selection,
                         Stream stream);
 
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

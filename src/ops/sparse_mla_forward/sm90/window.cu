@@ -32,12 +32,12 @@ BoxParams params_with_boxes(const Problem& problem, const WindowParams& params, 
 
 }  // namespace
 
-bool launch_with_boxes(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+bool launch_with_boxes(const Problem& problem, const LaunchPlan& plan, const tile::SelectionParams& selection,
                        Stream stream) {
   // On an H200, rows of 256 selected keys take 4 % less time than with the other kernel, of 640 keys 1 % more.
   constexpr std::int64_t kMostEntries = 512;
   const bool pays = problem.window || problem.selection.indices == nullptr || problem.topk <= kMostEntries;
-  if (!pays || problem.d_qk != 512 || plan.tile_heads != 64 || plan.groups.count > 0) return false;
+  if (!pays || problem.d_qk != 512 || plan.tile_heads != 64) return false;
   const WindowParams p = params_with_window(problem, selection);
   if (!takes_boxes(problem, p)) return false;
   const std::optional<KeyRows> keys = key_rows_of(problem.kv, problem.window_kv);
@@ -52,7 +52,7 @@ bool launch_with_boxes(const Problem& problem, const Plan& plan, const tile::Sel
   return true;
 }
 
-void launch_with_window(const Problem& problem, const Plan& plan, const tile::SelectionParams& selection,
+void launch_with_window(const Problem& problem, const LaunchPlan& plan, const tile::SelectionParams& selection,
                         Stream stream) {
   const WindowParams p = params_with_window(problem, selection);
   runtime::with_constant<576, 512>(problem.d_qk, [&]<int kDqk>() { launch_for_heads<kDqk>(problem, plan, p, stream); });
