@@ -114,6 +114,7 @@ std::vector<std::pair<std::string, SparseMla>> more_window_problems() {
   add("boxes_dense", dense);
   add("boxes_dense_ranges", [dense](SparseMla& p) { dense(p), p.h_q = 100, p.ranges = true; });
   add("d_qk_576_h_q_40", [](SparseMla& p) { p.h_q = 40, p.d_qk = 576, p.topk = 170, p.window = 130; });
+  add("d_qk_576_h_q_80", [](SparseMla& p) { p.h_q = 80, p.d_qk = 576, p.s_q = 5, p.topk = 20, p.window = 30; });
   add("large_scores_h_q_20", [](SparseMla& p) { p.h_q = 20, p.topk = 170, p.q_size = 200; });
   for (const std::int64_t h_q : {20, 40})
     add("unaligned_h_q_" + std::to_string(h_q),
@@ -132,6 +133,18 @@ Suite sparse_mla_forward() {
     for (const auto& [name, problem] : problems) add(name, problem);
   add("out_unaligned_h_q_20", {.h_q = 20}, {.out_unaligned = true});
   add("d_qk_512_long_rows_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 512, .topk = 530});  // Hopper: without boxes
+  // Hopper: two launches, for the first 64 or 128 heads and for the other 16. With d_qk 512 the first has tensor copies.
+  const SparseMla divided{.s_q = 6, .h_q = 80, .topk = 70, .sink = SparseMla::Sink::kAny};
+  SparseMla changed = divided;
+  changed.lengths = changed.strided = true, changed.gap = 8;
+  add("strided_h_q_80", changed);
+  changed = divided;
+  changed.s_q = 3, changed.h_q = 144, changed.d_qk = 512;
+  add("d_qk_512_h_q_144", changed);
+  add("share_keys_h_q_80", divided, {.share_keys = true});
+  changed = divided;
+  changed.s_q = 1000, changed.topk = 200;
+  add("more_tiles_h_q_80", changed).device_only = true;
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)
       choose_backends_of_groups(add("share_keys_" + name, problem, {.share_keys = true}), problem);
