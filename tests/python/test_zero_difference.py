@@ -21,7 +21,7 @@ class SparseMla:
 
     def __init__(self, rng: np.random.Generator, backend: str, **sizes: Any) -> None:
         self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        self.h_q = int(sizes.get("h_q", rng.choice((20, 64, 128))))
+        self.h_q = int(sizes.get("h_q", rng.choice((20, 64, 80, 128))))
         # Few queries, or more than the CPU shares out by tiles of 512 keys, of which there are up to three.
         small = rng.integers(2) or backend != "cpu"
         self.s_q, self.topk, self.s_kv = sizes.get("shape", (5, 80, 150) if small else (20, 1100, 1200))
@@ -107,7 +107,7 @@ class Window:
 
     def __init__(self, rng: np.random.Generator, backend: str) -> None:
         self.rng, self.backend, self.device = rng, backend, device_of(backend)
-        self.h_q = int(rng.choice((20, 64, 128)))
+        self.h_q = int(rng.choice((20, 64, 80, 128)))
         small = rng.integers(2) or backend != "cpu"
         self.s_q, self.topk, s_kv = (7, 60, 150) if small else (20, 600, 700)
         self.window = int(rng.choice((3, 40, 70, 128)))
@@ -348,17 +348,17 @@ def test_heads_of_ranks(backend: str, rng: np.random.Generator) -> None:
     indices = torch.from_numpy(rng.integers(-s_kv // 10, s_kv, (s_q, topk)).astype(np.int32))
     indices[:, 256:384] = indices[:, 256:384].abs()  # whole tiles that count
     lengths = torch.from_numpy(rng.integers(topk // 2, topk + 1, s_q).astype(np.int32))
-    q, kv = random(rng, s_q, heads, 576), random(rng, s_kv, 576)
+    q, kv, sink = random(rng, s_q, heads, 576), random(rng, s_kv, 576), random(rng, heads).float()
 
     def run(queries: slice, some: slice) -> tuple[torch.Tensor, ...]:
-        given = {"topk_length": lengths[queries].to(device), "backend": backend}
+        given = {"topk_length": lengths[queries].to(device), "attn_sink": sink[some].to(device), "backend": backend}
         return hopwell.sparse_mla_forward(
             q[queries, some].contiguous().to(device), kv.to(device), indices[queries].to(device), 6 * SCALE, **given
         )
 
     whole = run(slice(None), slice(None))
-    for count in (1, 8, 16, 20, 32, 40, 64):
-        first = int(rng.integers(heads // count)) * count
+    for count in (1, 8, 16, 20, 32, 40, 64, 80, 96):
+        first = int(rng.integers(heads - count + 1))
         some = slice(first, first + count)
         for queries in (slice(None), slice(2, 4)):
             for name, expected, mine in zip(("out", "max_logits", "lse"), whole, run(queries, some), strict=True):
