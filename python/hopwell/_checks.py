@@ -25,17 +25,17 @@ def _described(value: object) -> str:
 
 def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | None) -> None:
     """The tensor must have these dimensions, those of a size that is not None with that size."""
-    expected = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
     got = list(tensor.shape)
-    fits = len(got) == len(sizes) and all(
-        size is None or size == n for n, size in zip(got, sizes.values(), strict=True)
-    )
-    require(fits, function, argument, f"[{expected}]", got)
+    if len(got) == len(sizes) and all(size is None or size == n for n, size in zip(got, sizes.values(), strict=True)):
+        return  # torch.compile cannot make a string of sizes that it does not know
+    expected = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
+    require(False, function, argument, f"[{expected}]", got)
 
 
 def require_sizes(function: str, argument: str, tensor: Tensor, sizes: Sequence[int]) -> None:
     """The tensor must have just these sizes."""
-    require(list(tensor.shape) == list(sizes), function, argument, str(list(sizes)), list(tensor.shape))
+    if list(tensor.shape) != list(sizes):
+        require(False, function, argument, str(list(sizes)), list(tensor.shape))
 
 
 def require_one_device(function: str, **arguments: object) -> None:

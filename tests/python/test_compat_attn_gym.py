@@ -169,6 +169,20 @@ def test_compiled_with_any_strides(window: int) -> None:
         assert torch.equal(one, other)
 
 
+def test_compiled_once_for_all_lengths() -> None:
+    compiled: Any = torch.compile(gather_attn, fullgraph=True, dynamic=True, backend="aot_eager")
+    for s, entries in ((12, 5), (20, 9), (35, 8)):
+        given = inputs(1, 2, s, entries, 4)
+        options = {"cu_seqlens": torch.tensor([0, 5, s]).int(), "cu_seqlens_k": torch.tensor([0, 2, entries]).int()}
+        for packed in ({}, options):
+            expected, out = (f(*given, sliding_window_size=3, **packed) for f in (gather_attn, compiled))
+            assert torch.equal(out, expected)
+            for one, other in zip(
+                *(torch.autograd.grad(x.square().sum(), given[:3]) for x in (out, expected)), strict=True
+            ):
+                assert torch.equal(one, other)
+
+
 def test_expanded_keys() -> None:
     """One key for all tokens and all heads, and one number for all columns."""
     given = inputs(1, 3, 7, 5, 4, shared=False)
