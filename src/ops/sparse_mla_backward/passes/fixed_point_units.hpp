@@ -9,11 +9,11 @@
 // no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
-//     sparse_mla_bwd_bound_entries   c[s,k] of every entry, to the bounds of its row
+//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row
 //     sparse_mla_bwd_choose_units    2^e
 //
-// Rows of window_kv are bounded in the same way. sparse_mla_bwd_list_window_rows writes an index row of window keys for
-// each query. attention_distribution computes A from these rows.
+// Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index row
+// of window keys for each query. attention_distribution computes A from these rows.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -72,30 +72,37 @@ HOPWELL_DEVICE Magnitude magnitude_of_lane(const bf16* row, int width) {
   return m;
 }
 
-// For kv, or for window_kv with its own part of the bounds.
-struct BoundParams {
+// kv or window_kv, the entries that select its rows, their A, and the bounds of the rows of dkv_accum.
+struct BoundedKeys {
   tile::SelectionParams selection;
-  const bf16 *q, *kv, *out, *d_out;  // [s_q, h_q, d_qk], [s_kv, d_qk], [s_q, h_q, 512] twice
-  const float *lse, *attn;           // [s_q, h_q], [s_q, topk]
-  int64_t q_stride_s, q_stride_h, kv_stride_s, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
-  int64_t lse_stride_s, lse_stride_h, attn_stride;
-  float* scale;            // [s_kv]: first ‖v_k‖, then 2^e, or NaN
-  tile::SumBounds bounds;  // for the rows of dkv
-  int h_q, d_qk;
-  float sm_scale;
+  const bf16* kv;                    // [s_kv, d_qk]
+  const float* attn;                 // [s_q, topk]
+  int64_t kv_stride_s, attn_stride;  // elements
+  float* scale;                      // [s_kv]: first ‖v_k‖, then 2^e, or NaN
+  tile::SumBounds bounds;
 };
 
 // One warp per key.
-__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_measure_keys(const __grid_constant__ BoundParams p) {
-  for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < p.selection.s_kv;
+__global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_measure_keys(const __grid_constant__ BoundedKeys keys) {
+  for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < keys.selection.s_kv;
        key += int64_t{arch::grid_size()} * kPassWarps) {
-    Magnitude v = magnitude_of_lane(p.kv + key * p.kv_stride_s, 512);
+    Magnitude v = magnitude_of_lane(keys.kv + key * keys.kv_stride_s, 512);
     v.reduce();
     if (arch::lane_index() != 0) continue;
-    p.scale[key] = v.norm();
-    p.bounds.largest[key] = 0, p.bounds.count[key] = 0;
+    keys.scale[key] = v.norm();
+    keys.bounds.largest[key] = 0, keys.bounds.count[key] = 0;
   }
 }
+
+struct BoundParams {
+  BoundedKeys keys[2];          // those that have entries: `parts`
+  const bf16 *q, *out, *d_out;  // [s_q, h_q, d_qk], [s_q, h_q, 512] twice
+  const float* lse;             // [s_q, h_q]
+  int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h, lse_stride_s,
+      lse_stride_h;  // elements
+  int parts, h_q, d_qk;
+  float sm_scale;
+};
 
 // a and b of a query, as bits: the maximum over a warp's heads.
 struct QueryBound {
@@ -122,6 +129,18 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
 }
 
+// Bounds the contributions of all heads of a query to the rows that its entries select.
+HOPWELL_DEVICE void bound_entries(const BoundedKeys& keys, int query, const QueryBound& bound) {
+  const Entries entries = tile::entries_of(keys.selection, query);
+  for (int i = arch::thread_index(); i < entries.length; i += kPassThreads) {
+    const int key = entries.key(i);
+    if (key < 0) continue;
+    const float c = keys.attn[query * keys.attn_stride + entries.place() + i] *
+                    (arch::bit_cast<float>(bound.a) + arch::bit_cast<float>(bound.b) * keys.scale[key]);
+    keys.bounds.note(key, c);
+  }
+}
+
 // One CTA per query.
 __global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_bound_entries(const __grid_constant__ BoundParams p) {
   auto& warp_bounds = arch::dynamic_smem<QueryBound[kPassWarps]>();
@@ -131,14 +150,9 @@ __global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_bound_entries(con
   if (arch::lane_index() == 0) warp_bounds[warp] = bound;
   arch::syncthreads();
   for (int w = 0; w < kPassWarps; ++w) bound.raise(warp_bounds[w]);
-  const Entries entries = tile::entries_of(p.selection, query);
-  for (int i = arch::thread_index(); i < entries.length; i += kPassThreads) {
-    const int key = entries.key(i);
-    if (key < 0) continue;
-    const float c = p.attn[query * p.attn_stride + entries.place() + i] *
-                    (arch::bit_cast<float>(bound.a) + arch::bit_cast<float>(bound.b) * p.scale[key]);
-    p.bounds.note(key, c);
-  }
+  HOPWELL_UNROLL
+  for (int part = 0; part < 2; ++part)
+    if (part < p.parts) bound_entries(p.keys[part], query, bound);
 }
 
 struct UnitParams {
@@ -188,37 +202,44 @@ inline void distribute_attention(const Problem& problem, const Plan& plan, void*
   }
 }
 
-// Bounds the contributions to the rows of dkv_accum from `first` on, which belong to the keys of a distribution. Without
-// entries nothing contributes.
-inline void bound_rows(const Problem& problem, const Plan& plan, void* workspace,
-                       const attention_distribution::Problem& distribution, std::int64_t first, Stream stream) {
-  if (distribution.s_kv == 0) return;
+// The keys of a distribution, whose rows of dkv_accum begin at `first`.
+inline BoundedKeys bounded_keys(const Plan& plan, void* workspace, const attention_distribution::Problem& distribution,
+                                std::int64_t first) {
   const View &kv = distribution.kv, &attn = distribution.attn;
-  BoundParams p{};
-  p.selection = tile::params_of(distribution.selection);
-  p.q = problem.q.as<const bf16>(), p.kv = kv.as<const bf16>();
-  p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
-  p.lse = problem.lse.as<const float>(), p.attn = attn.as<const float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride_s = kv.stride[0];
-  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
-  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
-  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.stride[0];
-  p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale) + first;
-  p.bounds = {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest) + first,
-              runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first};
-  p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
-  runtime::launch(kName, sparse_mla_bwd_measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream, p);
-  if (distribution.topk == 0) return;
-  runtime::launch(kName, sparse_mla_bwd_bound_entries,
-                  shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, p);
+  return {tile::params_of(distribution.selection),
+          kv.as<const bf16>(),
+          attn.as<const float>(),
+          kv.stride[0],
+          attn.stride[0],
+          runtime::at_offset<float>(workspace, plan.workspace.scale) + first,
+          {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest) + first,
+           runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first}};
 }
 
 inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   const std::int64_t rows = rows_of_dkv_accum(problem);
   if (plan.dkv_accum != DkvAccum::fixed_point || rows == 0) return;
-  bound_rows(problem, plan, workspace, distribution_problem(problem, plan, workspace), 0, stream);
-  if (problem.window)
-    bound_rows(problem, plan, workspace, window_distribution_problem(problem, plan, workspace), problem.s_kv, stream);
+  BoundParams bound{};
+  const auto measure_keys = [&](const attention_distribution::Problem& distribution, std::int64_t first) {
+    if (distribution.s_kv == 0) return;
+    const BoundedKeys keys = bounded_keys(plan, workspace, distribution, first);
+    runtime::launch(kName, sparse_mla_bwd_measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream,
+                    keys);
+    if (distribution.topk > 0) bound.keys[bound.parts++] = keys;  // without entries nothing contributes
+  };
+  measure_keys(distribution_problem(problem, plan, workspace), 0);
+  if (problem.window) measure_keys(window_distribution_problem(problem, plan, workspace), problem.s_kv);
+  bound.q = problem.q.as<const bf16>(), bound.out = problem.out.as<const bf16>();
+  bound.d_out = problem.d_out.as<const bf16>(), bound.lse = problem.lse.as<const float>();
+  bound.q_stride_s = problem.q.stride[0], bound.q_stride_h = problem.q.stride[1];
+  bound.out_stride_s = problem.out.stride[0], bound.out_stride_h = problem.out.stride[1];
+  bound.d_out_stride_s = problem.d_out.stride[0], bound.d_out_stride_h = problem.d_out.stride[1];
+  bound.lse_stride_s = problem.lse.stride[0], bound.lse_stride_h = problem.lse.stride[1];
+  bound.h_q = static_cast<int>(problem.h_q), bound.d_qk = static_cast<int>(problem.d_qk);
+  bound.sm_scale = problem.sm_scale;
+  if (bound.parts > 0)
+    runtime::launch(kName, sparse_mla_bwd_bound_entries,
+                    shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, bound);
   const UnitParams p{runtime::at_offset<float>(workspace, plan.workspace.scale),
                      {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
                       runtime::at_offset<uint32_t>(workspace, plan.workspace.count)},
