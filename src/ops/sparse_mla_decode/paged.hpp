@@ -108,11 +108,10 @@ HOPWELL_DEVICE const bf16* row_of(const PagedParams& p, int slot) {
 
 // As for Hopper's other kernels: the offset of an entry's row, in 16-byte chunks from the first row, or the slot of a
 // row of any alignment.
-constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const PagedParams& p, const PagedEntries& entries, int, int entry) {
   const int slot = entries.slots.of(entry);
-  if (slot < 0) return kNoRow;
+  if (slot < 0) return tile::kNoRow;
   if (!kAligned) return uint32_t(slot);
   const uint32_t block = uint32_t(entries.slots.block), row = uint32_t(slot);
   return row / block * uint32_t(p.block_stride / 8) + row % block * uint32_t(p.kv_stride_s / 8);

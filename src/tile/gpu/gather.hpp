@@ -10,6 +10,9 @@
 
 namespace hopwell::tile {
 
+/// Stands for the row of an entry that is not valid.
+inline constexpr uint32_t kNoRow = 0xffffffff;
+
 /// Starts the copies of a row's 16-byte chunk for `panels` panels with a pitch of panel_bytes; zeros if the row is not
 /// valid. Without kAsync: copies through registers, for rows of any alignment. `to` and `source` are the addresses for
 /// the first panel.

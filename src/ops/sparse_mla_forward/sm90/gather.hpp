@@ -121,22 +121,21 @@ struct PanelGroup {
 
 #if HOPWELL_HAS_SM90A
 
-// Offset of the row of entry i, which has the key number `key`, or kNoRow if the entry is not valid. In 16-byte chunks
+// Offset of the row of entry i, which has the key number `key`, or tile::kNoRow if the entry is not valid. In 16-byte chunks
 // from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
 // For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance may lie
 // between the rows of two tensors; with BoxParams the offset of KeyRows.
-constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
-  return entries.counts(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : kNoRow;
+  return entries.counts(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : tile::kNoRow;
 }
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const WindowParams&, const tile::WindowEntries& entries, int i, int key) {
-  return entries.counts(i, key) ? uint32_t(key) : kNoRow;
+  return entries.counts(i, key) ? uint32_t(key) : tile::kNoRow;
 }
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const BoxParams& p, const tile::WindowEntries& entries, int i, int key) {
-  return entries.counts(i, key) ? p.keys.offset_of_key(key >= p.selection.s_kv, key) : kNoRow;
+  return entries.counts(i, key) ? p.keys.offset_of_key(key >= p.selection.s_kv, key) : tile::kNoRow;
 }
 // Source of a lane's chunk of a row. The source of an invalid row must not be read.
 template <bool kAligned>
@@ -178,7 +177,7 @@ HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p,
   if constexpr (Storage::kOfGroups)
     return keys_of_member(p, member_mask);
   else
-    return arch::ballot(row != kNoRow);
+    return arch::ballot(row != tile::kNoRow);
 }
 
 // Publishes which of a warp's rows of a stage are valid, before their first copies. `tiles`: remaining tiles of the
@@ -234,7 +233,7 @@ HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const KernelParams& p, u
   HOPWELL_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
-    rows.valid[i] = row != kNoRow;
+    rows.valid[i] = row != tile::kNoRow;
     rows.source[i] = source_of<kAligned>(p, row, rows.valid[i], chunk);
   }
 }
