@@ -178,8 +178,8 @@ struct Case {
 using Settings = std::map<std::string, std::string>;
 std::int64_t number(const Settings& settings, const std::string& key);
 
-// A kernel, or a few related kernels, and the cases that reach all of its synchronisation calls repeatedly, on the emulator.
-// tests/arch/operators_test.cpp leaves out each call once, and a case must notice it.
+// A kernel, or a few related kernels, and the cases that reach all of its synchronisation calls repeatedly, on the
+// emulator. tests/arch/operators_test.cpp leaves out each call once, and a case must notice it.
 struct Subject {
   std::string name, backend;
   std::vector<std::string> cases;
@@ -198,15 +198,15 @@ struct Suite {
   std::function<Instance(const Settings& settings, Random& random)> bench;
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
   std::vector<Unsupported> unsupported = {};  // the first row that matches a case has its reason
-  // Small cases that together reach every allocation of the operator on the CPU. tests/ops/out_of_memory_test.cpp lets each
-  // allocation fail.
+  // Small cases that together reach every allocation of the operator on the CPU. tests/ops/out_of_memory_test.cpp lets
+  // each allocation fail.
   std::vector<std::string> allocating = {};
   std::vector<Subject> subjects = {};                                   // of the kernels that synchronise
   [[nodiscard]] const Case& case_named(const std::string& name) const;  // throws if the suite has no such case
 };
 
-// Leaves the cases whose names match a glob to `make nightly`, on the emulated backends of some targets. A glob that matches
-// no case is an error.
+// Leaves the cases whose names match a glob to `make nightly`, on the emulated backends of some targets. A glob that
+// matches no case is an error.
 inline constexpr std::string_view kAllTargets = "sm80 sm90 sm100";
 void leave_to_nightly(Suite& suite, const std::vector<std::string>& globs, std::string_view targets = kAllTargets);
 

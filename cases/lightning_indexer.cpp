@@ -990,8 +990,8 @@ Suite lightning_indexer() {
        "fp8_odd_shape fp8_strided one_dimension queries_70000 strided"}};
   suite.allocating = {"odd_shape", "longest_row_one_query"};
   suite.subjects = {
-      // Tiles of many heads, which wrap around the ring; two warps that select among ties; a row in two parts; CTAs that
-      // split the visible keys.
+      // Tiles of many heads, which wrap around the ring; two warps that select among ties; a row in two parts; CTAs
+      // that split the visible keys.
       {"lightning_indexer",
        "emu:sm80",
        {"many_heads", "topk_64_exact", "longest_row_exact", "documents", "no_relu"},

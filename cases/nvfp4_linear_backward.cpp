@@ -109,8 +109,8 @@ Instance make(Random& random, const Backward& p) {
   return instance;
 }
 
-// Chunks are of 256 rows of weights at least, so 257 are two. On the emulator's four multiprocessors each chunk has a CTA
-// where there are up to two tiles, of 16 to 64 rows of d_x and 256 columns of K.
+// Chunks are of 256 rows of weights at least, so 257 are two. On the emulator's four multiprocessors each chunk has a
+// CTA where there are up to two tiles, of 16 to 64 rows of d_x and 256 columns of K.
 std::vector<std::pair<std::string, Backward>> problems() {
   constexpr DType kFp16 = DType::kFloat16, kFp32 = DType::kFloat32;
   return {

@@ -670,8 +670,8 @@ std::vector<std::pair<std::string, Settings>> device_shapes() {
           {"vllm", with(speech, "layout", "vllm")}};
 }
 
-// The emulator runs a selection: cases that are the first with their tile, or the first in which their kind of tile meets
-// an option. The others are nightly.
+// The emulator runs a selection: cases that are the first with their tile, or the first in which their kind of tile
+// meets an option. The others are nightly.
 std::vector<std::string> features_of(const Config& c) {
   const bool vllm = c.layout == HOPWELL_CACHE_VLLM, wide = c.d > 128, half = c.dtype != DType::kFloat32;
   const bool fused = c.bias == BiasForm::kFused;

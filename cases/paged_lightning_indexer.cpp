@@ -578,7 +578,8 @@ Suite paged_lightning_indexer() {
       {"sm90", "needs rows of q_index 16-byte aligned, with positive strides", "fp8_d_12 fp8_strided"}};
   suite.allocating = {"fp8", "fp8_many_keys"};
   suite.subjects = {
-      // CTAs with several items, of several tiles; rows of several warps, of all positions and with pages that do not exist.
+      // CTAs with several items, of several tiles; rows of several warps, of all positions and with pages that do not
+      // exist.
       {"paged_lightning_indexer",
        "emu:sm80",
        {"fp8_many_keys", "fp8_many_keys_few_left", "bf16_bad_pages_few_left", "fp8_q_len_8", "bf16_h_index_130"},

@@ -425,8 +425,8 @@ Instance make(Random& random, const Decode& p, bool timed) {
 
 using Problems = std::vector<std::pair<std::string, Decode>>;
 
-// Tiles of 64 heads: several tiles of keys, partial ones too. On sm80 calls whose tiles of 32 heads would need more rounds
-// of CTAs have them: four queries do, on the emulator's device.
+// Tiles of 64 heads: several tiles of keys, partial ones too. On sm80 calls whose tiles of 32 heads would need more
+// rounds of CTAs have them: four queries do, on the emulator's device.
 Problems problems_of_many_heads() {
   using Lens = Decode::Lens;
   Problems all;
@@ -733,8 +733,8 @@ Suite sparse_mla_decode() {
        2,
        9,
        "ops/sparse_mla_decode/"},
-      // The kernel for many heads: tiles that wrap around the ring, several lists of entries, scales of both kinds, rows of
-      // bf16 and of codes, with and without splits.
+      // The kernel for many heads: tiles that wrap around the ring, several lists of entries, scales of both kinds,
+      // rows of bf16 and of codes, with and without splits.
       {"sparse_mla_decode_many_heads_sm90",
        "emu:sm90",
        {"many_heads_v32", "many_heads_v4_many_tiles", "many_heads_per_tensor_576", "many_heads_bf16_splits",

@@ -133,7 +133,8 @@ Suite sparse_mla_forward() {
     for (const auto& [name, problem] : problems) add(name, problem);
   add("out_unaligned_h_q_20", {.h_q = 20}, {.out_unaligned = true});
   add("d_qk_512_long_rows_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 512, .topk = 530});  // Hopper: without boxes
-  // Hopper: two launches, for the first 64 or 128 heads and for the other 16. With d_qk 512 the first has tensor copies.
+  // Hopper: two launches, for the first 64 or 128 heads and for the other 16. With d_qk 512 the first has tensor
+  // copies.
   const SparseMla divided{.s_q = 6, .h_q = 80, .topk = 70, .sink = SparseMla::Sink::kAny};
   SparseMla changed = divided;
   changed.lengths = changed.strided = true, changed.gap = 8;

@@ -1,4 +1,5 @@
-// One function per operator, each in the file of its name. The build generates the list of operators from their declarations.
+// One function per operator, each in the file of its name. The build generates the list of operators from their
+// declarations.
 #pragma once
 
 #include "case.hpp"

@@ -1,5 +1,5 @@
-// Cases that a backend does not support, recorded beside the cases of an operator. A backend that supports fewer or more
-// cases than recorded fails.
+// Cases that a backend does not support, recorded beside the cases of an operator. A backend that supports fewer or
+// more cases than recorded fails.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace hopwell::cases {
 
-// Cases that the emulated backends of some targets do not support. Targets, such as sm90, and globs of cases are separated
-// by spaces. `reason` is a part of the error.
+// Cases that the emulated backends of some targets do not support. Targets, such as sm90, and globs of cases are
+// separated by spaces. `reason` is a part of the error.
 struct Unsupported {
   std::string_view targets, reason, cases;
 };

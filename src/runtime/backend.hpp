@@ -34,8 +34,8 @@ struct Unsupported {
   std::string reason;
 };
 
-// The plan of a backend for a problem, or the reason. A plan is plain data. Its member `workspace_bytes`, if it has one,
-// is the size of the workspace.
+// The plan of a backend for a problem, or the reason. A plan is plain data. Its member `workspace_bytes`, if it has
+// one, is the size of the workspace.
 template <class Plan>
 using PlanOr = std::variant<Plan, Unsupported>;
 struct NoPlan {};  // the plan of a backend that decides nothing before its launch
@@ -124,7 +124,8 @@ class Registration final : public Backend<Problem> {
   LaunchFunction launch_;
 };
 
-// A backend without a plan. `plan`, if there is one, only returns the reason why the backend does not support a problem.
+// A backend without a plan. `plan`, if there is one, only returns the reason why the backend does not support a
+// problem.
 template <class Problem>
 class Registration<Problem, NoPlan> final : public Backend<Problem> {
  public:

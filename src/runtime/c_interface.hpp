@@ -1,5 +1,5 @@
-// The common part of every operator's functions. The build generates the functions from the declarations, and they call an
-// Entry. The C functions reject null pointers and convert exceptions to a status and a message.
+// The common part of every operator's functions. The build generates the functions from the declarations, and they call
+// an Entry. The C functions reject null pointers and convert exceptions to a status and a message.
 #pragma once
 
 #include <hopwell/interrupt.hpp>
@@ -19,8 +19,8 @@
 
 namespace hopwell::runtime {
 
-// A number from C, where zero means the default. By its bits: -0.0f is a number, and in a mode that flushes subnormal numbers
-// they compare equal to 0.
+// A number from C, where zero means the default. By its bits: -0.0f is a number, and in a mode that flushes subnormal
+// numbers they compare equal to 0.
 template <class T, class Default>
 Default or_default(T given, const Default& value) {
   constexpr T kZero{};
@@ -94,8 +94,8 @@ class Entry {
   }
 
  private:
-  // Calls the function in the default floating-point mode. An exception of the standard library or the emulator becomes an
-  // Error that names the operator. Callers catch nothing else, except the Interrupted that they asked for.
+  // Calls the function in the default floating-point mode. An exception of the standard library or the emulator becomes
+  // an Error that names the operator. Callers catch nothing else, except the Interrupted that they asked for.
   template <class Function>
   auto as_operator(const Function& function) const {
     const DefaultFloatMode mode;

@@ -21,8 +21,8 @@ enum class Scale : std::uint8_t {
 };
 
 // A row of d elements: first `codes` e4m3 codes with a scale for each `tile` of them, then `plain` bf16 elements. The
-// data of row i of a block begin at byte data_pitch * i. Its scales lie `scales` bytes after that, or, if scale_pitch is
-// not 0, in a region of their own behind the data of all rows: at data_pitch * block + scale_pitch * i.
+// data of row i of a block begin at byte data_pitch * i. Its scales lie `scales` bytes after that, or, if scale_pitch
+// is not 0, in a region of their own behind the data of all rows: at data_pitch * block + scale_pitch * i.
 struct Format {
   int codes = 0, tile = 0;
   Scale scale = Scale::none;

@@ -52,8 +52,8 @@ constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std:
          scale % 4;
 }
 
-// A tensor's global scale: a number, or a pointer to one on the operator's device, which takes precedence. Either may be
-// the reciprocal of the scale.
+// A tensor's global scale: a number, or a pointer to one on the operator's device, which takes precedence. Either may
+// be the reciprocal of the scale.
 struct Global {
   const float* pointer = nullptr;
   float value = 1;

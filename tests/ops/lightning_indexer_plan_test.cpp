@@ -69,7 +69,8 @@ TEST(LightningIndexerPlan, SlicesFillRoundsOfTheMultiprocessors) {
   EXPECT_EQ(tiles_per_slice(148), 40);
 }
 
-// One document of 512 in 32,768 keys, and as a call of its own: the same slices of its two blocks of keys, and CTAs for them.
+// One document of 512 in 32,768 keys, and as a call of its own: the same slices of its two blocks of keys, and CTAs for
+// them.
 TEST(LightningIndexerPlan, SlicesOfWhatIsSeenAreThoseOfACallOfItsOwn) {
   const std::int32_t range = 0;
   for (const int sms : kSms) {

@@ -1,4 +1,5 @@
-// Plans of nvfp4_linear_backward: every row of weights is in one chunk, chunks depend on N alone, workspaces stay small.
+// Plans of nvfp4_linear_backward: every row of weights is in one chunk, chunks depend on N alone, workspaces stay
+// small.
 #include <gtest/gtest.h>
 
 #include "ops/nvfp4_linear_backward/plan.hpp"

@@ -204,7 +204,8 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
   };
   for (const std::int64_t group : {2, 8, 9, 12, 16}) EXPECT_EQ(passes(group), 1) << group;
   EXPECT_EQ(passes(16, 40, 1, HOPWELL_CACHE_VLLM), 1);
-  // What takes more than one: larger groups, several query tokens, large rows, short tables: 132 · 8 · 12 tiles of 32 keys.
+  // What takes more than one: larger groups, several query tokens, large rows, short tables: 132 · 8 · 12 tiles of 32
+  // keys.
   EXPECT_EQ(passes(17), 3);
   EXPECT_EQ(passes(12, 128, 2), 3);
   EXPECT_EQ(passes(12, 136), 2);

@@ -228,7 +228,8 @@ TEST(SparseMlaBackwardPlan, OrderAndThrottleFollowL2) {
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
-// Devices as plans see them: an A100, H100, H200 and B200, a split of an H100, the emulator, and the emulator as an H100.
+// Devices as plans see them: an A100, H100, H200 and B200, a split of an H100, the emulator, and the emulator as an
+// H100.
 std::vector<runtime::Device> devices() {
   const auto card = [](int capability, int sms, std::size_t l2_mib, double bytes_per_ns, DLDeviceType type = kDLCUDA) {
     return runtime::Device{.location = {type, 0},
@@ -330,8 +331,8 @@ TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {
   EXPECT_EQ(serpentine_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
 }
 
-// By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it first, and CTAs
-// stay closer together.
+// By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it
+// first, and CTAs stay closer together.
 TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
   const auto plan = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv, bool share_keys = false,
                        const MainKernels& kernels = kStreamsKeys) {

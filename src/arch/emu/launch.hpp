@@ -51,7 +51,8 @@ class CheckFailed : public std::runtime_error {
 /// launch() with the options of the innermost session; see arch/launch.hpp.
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel);
 
-/// While a launch runs, its host thread calls this from time to time. An exception that it throws ends the launch, and leaves it.
+/// While a launch runs, its host thread calls this from time to time. An exception that it throws ends the launch, and
+/// leaves it.
 extern thread_local void (*poll)();
 
 /// Makes a memory fault inside of a kernel report its thread and last instruction.

@@ -436,8 +436,8 @@ std::vector<Recorder::Interval> Recorder::without(const std::vector<Interval>& i
   return left;
 }
 
-// A warp is busy when any lane is busy, but not while a lane waits in cp.async.wait_group: the lanes of a warp execute it
-// together. In a gap the warp waits for the event that the first lane to resume has waited for.
+// A warp is busy when any lane is busy, but not while a lane waits in cp.async.wait_group: the lanes of a warp execute
+// it together. In a gap the warp waits for the event that the first lane to resume has waited for.
 TimelineRow Recorder::row_of_warp(size_t warp) const {
   TimelineRow row;
   row.rank = uint32_t(warp / record_.warps_a_cta);

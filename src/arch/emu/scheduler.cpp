@@ -193,8 +193,8 @@ std::string lapped(const Thread& t, const Mbarrier& b) {
                 static_cast<unsigned long long>(wanted), static_cast<unsigned long long>(b.phase - 1));
 }
 
-// One line for a collective that some of its threads called and others did not, or "" if it is complete. `first` is its first
-// thread. `n` is 128 for a warpgroup, else the number of threads of the warp.
+// One line for a collective that some of its threads called and others did not, or "" if it is complete. `first` is its
+// first thread. `n` is 128 for a warpgroup, else the number of threads of the warp.
 std::string incomplete(const Rendezvous& r, const Thread* first, int n, SiteTable& sites) {
   if (r.arrived == 0) return "";
   std::vector<const Thread*> callers;

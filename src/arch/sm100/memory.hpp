@@ -13,7 +13,8 @@ struct alignas(32) Words8 {
 
 #if HOPWELL_HAS_SM100A
 
-/// st.global.L1::no_allocate.v8: 32 bytes that are not read again soon. PTX: #data-movement-and-conversion-instructions-st
+/// st.global.L1::no_allocate.v8: 32 bytes that are not read again soon. PTX:
+/// #data-movement-and-conversion-instructions-st
 HOPWELL_DEVICE void store_streaming(void* pointer, const Words8& v, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("st.global.L1::no_allocate.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(pointer), "r"(v.w[0]),

@@ -14,9 +14,9 @@ struct alignas(8) Words2 {
   uint32_t w[2];
 };
 
-/// A load or store of a vector type that is aligned to its size. nvcc compiles a load to one instruction. It may split a
-/// store into the struct's elements, where kInOne prevents it. The emulator reports a misaligned one; it cannot do so for a
-/// plain C++ access, because the host compiler splits vectors.
+/// A load or store of a vector type that is aligned to its size. nvcc compiles a load to one instruction. It may split
+/// a store into the struct's elements, where kInOne prevents it. The emulator reports a misaligned one; it cannot do so
+/// for a plain C++ access, because the host compiler splits vectors.
 template <class Vector>
 HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if !HOPWELL_ON_DEVICE

@@ -1,5 +1,5 @@
-// Search for the best index keys of each query on the CPU. The indexers over a tensor and over a paged cache share it, so
-// that their scores and selections have the same bits.
+// Search for the best index keys of each query on the CPU. The indexers over a tensor and over a paged cache share it,
+// so that their scores and selections have the same bits.
 #pragma once
 
 #include <cstdint>

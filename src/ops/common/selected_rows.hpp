@@ -21,9 +21,9 @@ void load_heads(const View& x, std::int64_t s, float* rows, std::int64_t row_str
 void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first,
                  std::int64_t width);
 
-// The rows of the valid entries of a query's tiles, gathered and converted to fp32. Invalid entries cost nothing, and the
-// rows that they name are never read. The entries of a query are the window keys that it sees, if there is a window, and
-// then the entries of its index row. Tiles are counted from the query's own first entry.
+// The rows of the valid entries of a query's tiles, gathered and converted to fp32. Invalid entries cost nothing, and
+// the rows that they name are never read. The entries of a query are the window keys that it sees, if there is a
+// window, and then the entries of its index row. Tiles are counted from the query's own first entry.
 class SelectedRows {
  public:
   // Allocates space for `tiles` tiles, which together have at most kTileEntries entries.

@@ -4,8 +4,8 @@
 // Round 2   the candidates of a row are a row: its topk best keys are selected
 //
 // Every selected key is among the best of its part. Candidates are in ascending order of key, so ties go to the smaller
-// key as in one round. A part with fewer than topk keys ends with candidates of index -1 and absent_score(), which sorts
-// below all others.
+// key as in one round. A part with fewer than topk keys ends with candidates of index -1 and absent_score(), which
+// sorts below all others.
 #pragma once
 
 #include "ops/lightning_indexer/score_task.hpp"
@@ -36,7 +36,8 @@ struct RoundRow : Row {
 
 HOPWELL_DEVICE void forget_length(QueryRow& /*row*/) {}  // has an overload for rows of paged_lightning_indexer
 
-// at: a query, or a part of a query. A query that sees at most topk keys has no candidates, and round 2 writes its keys.
+// at: a query, or a part of a query. A query that sees at most topk keys has no candidates, and round 2 writes its
+// keys.
 template <class Base>
 HOPWELL_DEVICE auto row_of(const RoundParams<Base>& p, int at) {
   const bool is_part = p.round == Round::parts;

@@ -38,7 +38,8 @@ constexpr std::int64_t kGemmFrom = 32;     // fewest rows of x for which matrix 
 // A tile of decoded weights, 256 KiB; rows of x of a matrix product.
 constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 
-// Most threads for work as long as `products` products of a code with x. Waking a thread takes as long as 2^20 products.
+// Most threads for work as long as `products` products of a code with x. Waking a thread takes as long as 2^20
+// products.
 std::int64_t threads_for(std::int64_t products) { return products >> 20; }
 constexpr std::int64_t kArranged = 32;  // products that take as long as arranging one float of x
 
@@ -181,8 +182,8 @@ Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
 }
 
-// A row of x in fixed point. If a sum cancels so far that the lost digits show in a bf16 result, dot() computes it again
-// with the exact row.
+// A row of x in fixed point. If a sum cancels so far that the lost digits show in a bf16 result, dot() computes it
+// again with the exact row.
 struct FixedRow {
   explicit FixedRow(std::size_t k) : x(k) {}
   simd::Row x;

@@ -49,8 +49,8 @@ struct MatmulProblem {
   runtime::Device device;
 };
 
-// nvfp4_matmul as nvfp4_linear: one side is decoded and becomes x, the other side is the weights. A code times its scale
-// is exact in each type that c can have.
+// nvfp4_matmul as nvfp4_linear: one side is decoded and becomes x, the other side is the weights. A code times its
+// scale is exact in each type that c can have.
 struct DecodedProduct {
   View codes;  // of x
   Scales scales;

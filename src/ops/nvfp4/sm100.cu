@@ -44,8 +44,8 @@ runtime::PlanOr<runtime::NoPlan> plan_product(const Product& p, const char* dime
   return runtime::NoPlan{};
 }
 
-// Columns of a tile: the smallest size that holds all columns, or 256, the tile of a pair of CTAs. More than 128 columns
-// imply more than 128 rows: see sides_of.
+// Columns of a tile: the smallest size that holds all columns, or 256, the tile of a pair of CTAs. More than 128
+// columns imply more than 128 rows: see sides_of.
 int columns_of_tile(std::int64_t columns) { return columns <= 8 ? 8 : columns <= 32 ? 32 : columns <= 128 ? 128 : 256; }
 
 // Number of CTAs, or pairs of CTAs, that K is split over: the number with the shortest CTA. The exchange of sums takes

@@ -8,8 +8,8 @@ namespace hopwell::ops::nvfp4_linear_backward {
 
 using tile::ceil_div;
 
-// Chunks depend on N alone, so a row of d_x has the same bits for any n and whether or not CTAs share a tile. There are at
-// most 16 chunks, which bounds the workspace.
+// Chunks depend on N alone, so a row of d_x has the same bits for any n and whether or not CTAs share a tile. There are
+// at most 16 chunks, which bounds the workspace.
 Plan make_plan(const Problem& p) {
   Plan plan;
   plan.blocks = p.n <= 16 ? 1 : p.n <= 32 ? 2 : 4;

@@ -222,8 +222,8 @@ HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
           0};
 }
 
-// Sums the code indices of two words as multiples of the smallest fp16 number, and of 256 times this number. Below 2,048
-// times the smallest number, the bits of an fp16 are an integer, so each word's indices are bytes of the sum.
+// Sums the code indices of two words as multiples of the smallest fp16 number, and of 256 times this number. Below
+// 2,048 times the smallest number, the bits of an fp16 are an integer, so each word's indices are bytes of the sum.
 HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
   constexpr uint32_t kScale = 0x70007000u, kZero = 0;
   const auto raw = arch::bit_cast<arch::Words4>(of_scale);

@@ -32,9 +32,10 @@ static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(On
 
 // The largest amax of all CTAs, by a maximum and a counter in the workspace.
 //
-// Why maximum and counter begin at zero: the workspace has arbitrary contents. CTA 0 writes zeros when its copies are in
-// flight, and then the tag of the launch, 64 random bits. The other CTAs add nothing before they have read the tag. Each
-// word of the tag is released after the zeros, so it suffices that CTA 0 wrote one word, if the other matches by chance.
+// Why maximum and counter begin at zero: the workspace has arbitrary contents. CTA 0 writes zeros when its copies are
+// in flight, and then the tag of the launch, 64 random bits. The other CTAs add nothing before they have read the tag.
+// Each word of the tag is released after the zeros, so it suffices that CTA 0 wrote one word, if the other matches by
+// chance.
 //
 // Why a graph may launch the kernel again with the same tag: a CTA adds only after it has read the tag. When all CTAs
 // have added, CTA 0 erases the tag.

@@ -1,4 +1,5 @@
-// nvfp4_quantize and nvfp4_dequantize: the checked problems that backends solve. declaration.py documents the arguments.
+// nvfp4_quantize and nvfp4_dequantize: the checked problems that backends solve. declaration.py documents the
+// arguments.
 #pragma once
 
 #include "runtime/backend.hpp"

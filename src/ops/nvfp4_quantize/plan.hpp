@@ -44,8 +44,8 @@ inline bool takes_pairs(const QuantizeProblem& p) {
          pairs.count() >= std::int64_t{QuantizeConfig::kPairGrid} * QuantizeConfig::kThreads * p.device.sms;
 }
 
-// True if one kernel reads x once: pairs, rows without gaps, and all of x fits on the multiprocessors. Its CTAs wait for
-// each other. On the emulator they are a cluster, which has at most 16 CTAs.
+// True if one kernel reads x once: pairs, rows without gaps, and all of x fits on the multiprocessors. Its CTAs wait
+// for each other. On the emulator they are a cluster, which has at most 16 CTAs.
 inline bool takes_one_pass(const QuantizeProblem& p) {
   using Config = OnePassConfig;
   const auto no_gaps = [&](std::int64_t stride, std::int64_t row) { return p.rows == 1 || stride == row; };

@@ -232,8 +232,8 @@ HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const RowGroup& rows, 
   }
 }
 
-// logits[head, t] = q[head] . k[head, t] if a token's heads are contiguous and each has one row: token by token, so that
-// memory is read sequentially.
+// logits[head, t] = q[head] . k[head, t] if a token's heads are contiguous and each has one row: token by token, so
+// that memory is read sequentially.
 template <class T>
 HWY_INLINE void ScoreHeads(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   const CacheStrides& s = run.strides;

@@ -1,16 +1,16 @@
 // Paged decode attention on the CPU, split by keys (flash decoding).
 //
-// A sequence's visible keys are divided into chunks of whole tiles, its (head, query) rows into groups. A work item is a
-// chunk of a group and produces (max, sum, unnormalised out) of its rows. A second pass merges the chunks of each row in
-// order. The division depends on the sequence's own length alone, so its result has the same bits for any number of
+// A sequence's visible keys are divided into chunks of whole tiles, its (head, query) rows into groups. A work item is
+// a chunk of a group and produces (max, sum, unnormalised out) of its rows. A second pass merges the chunks of each row
+// in order. The division depends on the sequence's own length alone, so its result has the same bits for any number of
 // threads and in any batch.
 //
 // An item processes its chunk in tiles of kTile keys, which are runs of consecutive slots of pages:
 //   logits = (q + u) . k       all runs, each page's heads together, a KV head's rows sharing every load of k
 //   logits -> p                bias, scale, masks, running maximum and sum, row by row
 //   acc   += p . v             all runs
-// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Long chunks are summed in
-// parts of kMaxTerms terms, which bounds the rounding error.
+// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Long chunks are summed
+// in parts of kMaxTerms terms, which bounds the rounding error.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/paged_attention/cpu.cpp"
 #include <hwy/foreach_target.h>

@@ -76,7 +76,8 @@ struct ClusterPlan {
   [[nodiscard]] int ctas() const { return clusters * size; }
 };
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
-// plan_clusters(), or the reason why the cluster kernel does not support the problem or is slower than the split kernel.
+// plan_clusters(), or the reason why the cluster kernel does not support the problem or is slower than the split
+// kernel.
 runtime::PlanOr<ClusterPlan> plan_clusters_if_faster(const Problem& problem, ClustersThatFit clusters_that_fit);
 // `keys_of_lookup`: see TileKernel.
 ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,

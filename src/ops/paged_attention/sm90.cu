@@ -1,6 +1,6 @@
 // paged_attention for Hopper and few row blocks. One kernel gives each row block a cluster (cluster_kernel.hpp).
-// sm80.cu splits any work equally and is faster for other problems: many row blocks, several long sequences of different
-// lengths, and long sequences with too few heads to fill the GPU.
+// sm80.cu splits any work equally and is faster for other problems: many row blocks, several long sequences of
+// different lengths, and long sequences with too few heads to fill the GPU.
 #include "ops/paged_attention/sm90/clusters_that_fit.hpp"
 #include "ops/paged_attention/tiles/families.hpp"
 #include "runtime/launch.hpp"

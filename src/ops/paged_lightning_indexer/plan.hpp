@@ -1,5 +1,5 @@
-// paged_lightning_indexer on GPUs: the call as a problem of lightning_indexer, whose plans it uses, and the division of the
-// queries into passes. Depends on shapes only.
+// paged_lightning_indexer on GPUs: the call as a problem of lightning_indexer, whose plans it uses, and the division of
+// the queries into passes. Depends on shapes only.
 #pragma once
 
 #include <algorithm>

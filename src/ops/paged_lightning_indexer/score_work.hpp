@@ -1,8 +1,9 @@
 // paged_lightning_indexer on GPUs: parameters of the score kernels, and the work of a CTA.
 //
-// A work item is a block of keys of a sequence, and all queries of the sequence in this pass. The items of all sequences
-// are numbered, and a CTA takes a run of them. A CTA computes the number of items from the lengths on the device. So
-// the run time follows the visible positions, whatever max_blocks is, and lengths may change between replays of a graph.
+// A work item is a block of keys of a sequence, and all queries of the sequence in this pass. The items of all
+// sequences are numbered, and a CTA takes a run of them. A CTA computes the number of items from the lengths on the
+// device. So the run time follows the visible positions, whatever max_blocks is, and lengths may change between replays
+// of a graph.
 //
 //     query s of lightning_indexer   =  query s mod q_len of sequence s div q_len
 //     key p of a sequence            =  row p mod block of block block_tables[sequence, p div block]

@@ -1,4 +1,5 @@
-// paged_lightning_indexer on GPUs: parameters with which lightning_indexer's selection kernels write positions or slots.
+// paged_lightning_indexer on GPUs: parameters with which lightning_indexer's selection kernels write positions or
+// slots.
 //
 // The score of a position without a page is absent_score(), which sorts below all others. If a threshold would select
 // such positions, topk or fewer positions exist, and all of these are written.

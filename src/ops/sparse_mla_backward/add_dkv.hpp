@@ -2,8 +2,8 @@
 //
 // Accumulators (of mma.sync, of wgmma, and of tcgen05.ld.16x256b) give a lane pairs of adjacent columns at a distance
 // of eight. So dkv_accum permutes the columns: a lane adds its values of 16 columns unmodified with one instruction.
-// The postprocess (postprocess_dkv.hpp) restores the order. Adjacent quads of lanes first exchange 16 columns for 16, so
-// that eight lanes share a row: an instruction adds full lines of 128 bytes.
+// The postprocess (postprocess_dkv.hpp) restores the order. Adjacent quads of lanes first exchange 16 columns for 16,
+// so that eight lanes share a row: an instruction adds full lines of 128 bytes.
 #pragma once
 
 #include "arch/sm80/memory.hpp"

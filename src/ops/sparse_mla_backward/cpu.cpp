@@ -1,5 +1,5 @@
-// sparse_mla_backward on the CPU: one tile of one query's entries at a time, window keys first, its gradients added in a
-// fixed order.
+// sparse_mla_backward on the CPU: one tile of one query's entries at a time, window keys first, its gradients added in
+// a fixed order.
 //
 //     K  = gather(window_kv, kv)               [keys, d_qk] fp32, valid entries only
 //     S  = sm_scale (q . K^T)                  [h_q, keys]
@@ -14,8 +14,8 @@
 // of threads, and every call is deterministic. This costs a few percent.
 //
 // Scratch of a thread, in floats: (3 h_q + tile) * d_qk + 2 h_q * tile with tile = min(window + topk, 512), and as
-// many keys; 2.6 MB for h_q 128, d_qk 576. One call adds h_q * d_qk if window + topk > 512, and (s_kv + s_w) * d_qk if dkv
-// and d_window_kv are bf16, since sums are fp32.
+// many keys; 2.6 MB for h_q 128, d_qk 576. One call adds h_q * d_qk if window + topk > 512, and (s_kv + s_w) * d_qk if
+// dkv and d_window_kv are bf16, since sums are fp32.
 #include <cmath>
 #include <limits>
 #include <optional>

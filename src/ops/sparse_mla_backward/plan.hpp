@@ -38,8 +38,8 @@ struct WorkTile {
 };
 
 // The tiles of one main kernel: `heads` heads of a query each, from first_head on, numbered query by query. Clusters
-// process the first `whole_tiles`, one each. The other tiles would form a last wave that leaves most of the device idle.
-// So their entries are divided into splits, and the postprocess adds dq of the splits.
+// process the first `whole_tiles`, one each. The other tiles would form a last wave that leaves most of the device
+// idle. So their entries are divided into splits, and the postprocess adds dq of the splits.
 struct MainPass {
   int heads = 0, ctas = 1;  // of a tile
   int first_head = 0, head_blocks = 0;

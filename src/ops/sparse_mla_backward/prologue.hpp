@@ -67,8 +67,8 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return sum;
 }
 
-// Inputs of a warp's heads. They are in flight until they are used. `out`, `d_out`: rows of the heads warp + kWarps · i;
-// a lane has columns 8 lane and 256 + 8 lane, eight each. `lse`, `sink`: of the head warp + kWarps · lane.
+// Inputs of a warp's heads. They are in flight until they are used. `out`, `d_out`: rows of the heads warp + kWarps ·
+// i; a lane has columns 8 lane and 256 + 8 lane, eight each. `lse`, `sink`: of the head warp + kWarps · lane.
 template <int kHeads, int kWarps>
 struct HeadInputs {
   static constexpr int kRows = (kHeads + kWarps - 1) / kWarps;

@@ -15,8 +15,8 @@ struct Plan {
 
 bool forward_supports(const Problem& p) { return tile::rows_aligned(p.q, 3) && p.keys.cache.aligned(16); }
 
-// Heads of a tile. For codes and more than 32 heads it is 32 or 64, whichever takes less time: a CTA for 64 takes 5 / 3 of
-// the time of one for 32 (counted, not measured).
+// Heads of a tile. For codes and more than 32 heads it is 32 or 64, whichever takes less time: a CTA for 64 takes 5 / 3
+// of the time of one for 32 (counted, not measured).
 int heads_of_tile(const Problem& p, std::int64_t splits) {
   if (p.h_q <= 8) return 8;
   if (p.h_q <= 16 || !p.format) return 16;

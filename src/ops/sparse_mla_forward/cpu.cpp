@@ -1,6 +1,6 @@
-// sparse_mla_forward on the CPU: processes one tile of a query's entries at a time, window keys first, each with its own
-// softmax, and merges the softmaxes of a query in order (Milakov & Gimelshein 2018, arXiv:1805.02867; tile by tile: Dao et al. 2022,
-// arXiv:2205.14135).
+// sparse_mla_forward on the CPU: processes one tile of a query's entries at a time, window keys first, each with its
+// own softmax, and merges the softmaxes of a query in order (Milakov & Gimelshein 2018, arXiv:1805.02867; tile by tile:
+// Dao et al. 2022, arXiv:2205.14135).
 //
 //     for each tile of entries:   K = gather(window_kv, kv)       [keys, d_qk] fp32, valid entries only
 //                                 S = sm_scale (q . K^T)          [h_q, keys]
@@ -8,7 +8,8 @@
 //                                 O = P . K[:, :d_v]              [h_q, d_v]
 //
 // If there are few queries, threads share the tiles of a query and merge them in order. Scratch per thread, in floats:
-// (h_q + tile) * d_qk + h_q * (tile + 2 d_v) with tile = min(window + topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
+// (h_q + tile) * d_qk + h_q * (tile + 2 d_v) with tile = min(window + topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v
+// 512.
 #include "ops/common/partial_softmax.hpp"
 #include "ops/common/selected_rows.hpp"
 #include "ops/sparse_mla_forward/op.hpp"

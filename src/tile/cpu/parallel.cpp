@@ -109,8 +109,8 @@ int own_threads() {
   return std::min(threads, kMostThreads);
 }
 
-// OpenMP's variable may hold several numbers, and the first counts. OpenMP itself complains of a bad one, which is ignored
-// here.
+// OpenMP's variable may hold several numbers, and the first counts. OpenMP itself complains of a bad one, which is
+// ignored here.
 int openmp_threads() {
   const char* text = std::getenv("OMP_NUM_THREADS");
   int threads = 0;

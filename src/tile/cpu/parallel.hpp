@@ -1,5 +1,5 @@
-// Loops over independent items on threads of the library's own, for all CPU kernels. Between loops the threads sleep, so
-// that they do not delay other threads of the process, such as PyTorch's.
+// Loops over independent items on threads of the library's own, for all CPU kernels. Between loops the threads sleep,
+// so that they do not delay other threads of the process, such as PyTorch's.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Matrix products of fp32 in row-major storage, on the calling thread, in which each element has a sum of its own: its
-// bits depend on its row of A and its column of B alone, not on how many others there are or where it stands among them.
-// BLAS promises no such thing, and OpenBLAS's kernels do not do it.
+// bits depend on its row of A and its column of B alone, not on how many others there are or where it stands among
+// them. BLAS promises no such thing, and OpenBLAS's kernels do not do it.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace hopwell::cpu {
 
-// The products of one thread, with their scratch: 120 KiB. A thread makes it before its first item, for an item whose turn
-// others wait for must not run out of memory.
+// The products of one thread, with their scratch: 120 KiB. A thread makes it before its first item, for an item whose
+// turn others wait for must not run out of memory.
 class Products {
  public:
   Products();

@@ -1,6 +1,6 @@
 // bf16 split of e4m3, bf16 or fp32 numbers: a sum of bf16 terms. Each term holds the leading eight bits
-// of the remainder of the previous terms. bf16 and e4m3 need one term, because bf16 represents both exactly. fp32 has 24
-// bits: three terms (bf16x3) hold all of them, two hold 16.
+// of the remainder of the previous terms. bf16 and e4m3 need one term, because bf16 represents both exactly. fp32 has
+// 24 bits: three terms (bf16x3) hold all of them, two hold 16.
 #pragma once
 
 #include <cmath>

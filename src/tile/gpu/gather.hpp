@@ -42,8 +42,9 @@ struct RowIndices {
 };
 
 /// Starts copying a tile, executed by one warp: row i is data + index · stride (elements), to kColumns / 64 panels from
-/// `destination` on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. kUnroll,
-/// a divisor of 16: number of four-row copies in flight per loop iteration; more is faster and takes more registers.
+/// `destination` on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first.
+/// kUnroll, a divisor of 16: number of four-row copies in flight per loop iteration; more is faster and takes more
+/// registers.
 template <int kColumns, int kUnroll = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   constexpr uint32_t kNone = 0xffffffff;

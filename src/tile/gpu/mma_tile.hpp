@@ -1,5 +1,5 @@
-// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, as a bf16 split (bf16_split.hpp). A product multiplies
-// all pairs of terms but the smallest: six bf16 products for one fp32 product.
+// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, as a bf16 split (bf16_split.hpp). A product
+// multiplies all pairs of terms but the smallest: six bf16 products for one fp32 product.
 //
 // A column block is 32 columns: each lane of a quad holds 8 of them, 16 bytes. mma may sum over columns in any order
 // that both operands agree on. So step 2 b uses the first four of each lane's eight columns, step 2 b + 1 the others,

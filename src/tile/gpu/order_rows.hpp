@@ -1,5 +1,5 @@
-// Sorts a query's valid keys into 32 ascending ranges of keys, so that throttled CTAs (tile/gpu/throttle.hpp) share rows
-// in L2.
+// Sorts a query's valid keys into 32 ascending ranges of keys, so that throttled CTAs (tile/gpu/throttle.hpp) share
+// rows in L2.
 #pragma once
 
 #include <bit>
@@ -81,10 +81,10 @@ HOPWELL_DEVICE KeySpan span_of_keys(const Entries& entries, OrderStorage& s) {
   return {~largest_complement, largest - ~largest_complement + 1};
 }
 
-/// Sorts up to kLongestOrderedRow entries of a row in one pass, executed by a CTA of kOrderThreads. More and smaller ranges
-/// gain nothing. Each warp ranks its own part of the row, so that the entries of a range stay in order. `size`: entries
-/// of the row, at least entries.length. `at`: offset of the first sorted key. `descending`: reverse order. Returns the
-/// number of keys.
+/// Sorts up to kLongestOrderedRow entries of a row in one pass, executed by a CTA of kOrderThreads. More and smaller
+/// ranges gain nothing. Each warp ranks its own part of the row, so that the entries of a range stay in order. `size`:
+/// entries of the row, at least entries.length. `at`: offset of the first sorted key. `descending`: reverse order.
+/// Returns the number of keys.
 HOPWELL_DEVICE int order_entries(const Entries& entries, int size, const KeySpan& span, const OrderedRows& to,
                                  int64_t at, OrderStorage& s, bool descending) {
   const int t = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();

@@ -121,7 +121,8 @@ inline Memory divide(Arena& arena, DLDevice device) {
 inline bfloat16 to_bfloat16(float x) { return {static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16)}; }
 inline float to_float(bfloat16 x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16); }
 
-// Fills host memory. All weights are 1, keys are 0, and the values in page p are p. So y of a sequence is the mean page of its keys.
+// Fills host memory. All weights are 1, keys are 0, and the values in page p are p. So y of a sequence is the mean page
+// of its keys.
 inline void fill(const Memory& m) {
   std::fill_n(m.x, kMaxBatch * kWidth, to_bfloat16(1));
   std::fill_n(m.k_cache, kCache, to_bfloat16(0));

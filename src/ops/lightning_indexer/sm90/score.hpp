@@ -16,9 +16,9 @@
 //           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     weighting and sums of both, overlapping the
 //           score 2                └ P0 ▓▓ ┐ Σ0          └ …   products of the other warpgroups
 // Barriers  ring     full: rows and weights of a tile have arrived; empty: all score warps have read them
-//           kOrderBarrier + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because the
-//                    products of the previous warpgroup are complete. A warpgroup that skips a tile, because its queries do not see
-//                    its keys, also waits and passes the order on
+//           kOrderBarrier + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because
+//                    the products of the previous warpgroup are complete. A warpgroup that skips a tile, because its
+//                    queries do not see its keys, also waits and passes the order on
 // Sums      first over the heads in a lane, then over the quad: in a fixed order
 // Budget    shared: stages of 64 rows of 256 B (e4m3: 128 B), 320 B of weights and 24: 134,144 B (137,216) with gaps
 //           registers: score 64 (e4m3 32) for keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
@@ -111,8 +111,8 @@ HOPWELL_DEVICE QueryTiles query_tiles(const ScoreTask& p) {
   return tiles;
 }
 
-// The ring's slot of the first key tile of a part. A CTA with several parts goes on in the ring, with parameters that have
-// an overload of this.
+// The ring's slot of the first key tile of a part. A CTA with several parts goes on in the ring, with parameters that
+// have an overload of this.
 HOPWELL_DEVICE uint32_t first_slot(const ScorePart& /*part*/) { return 0; }
 
 // Iterates over the tiles of q.

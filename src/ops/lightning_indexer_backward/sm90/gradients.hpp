@@ -150,7 +150,8 @@ HOPWELL_DEVICE void start_term(float (&d)[64], const uint32_t (&a)[4][4], uint32
   arch::wgmma_commit();
 }
 
-// d += (A · split) · the rows of a tile, 64 × 128. `split_terms`: split of g for pairs of entries. Smallest terms first.
+// d += (A · split) · the rows of a tile, 64 × 128. `split_terms`: split of g for pairs of entries. Smallest terms
+// first.
 HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept,
                                   const uint32_t (&split_terms)[kGradientTerms][32], uint32_t rows) {
   HOPWELL_UNROLL

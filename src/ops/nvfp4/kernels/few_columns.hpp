@@ -62,8 +62,8 @@ struct FewColumnsWork {
   int begin, end;                         // tiles
 };
 
-// Slice of a phase. It has all its stages even beyond the end of K, with zeros, so that every rank and phase divides its
-// stages among the warps in the same way.
+// Slice of a phase. It has all its stages even beyond the end of K, with zeros, so that every rank and phase divides
+// its stages among the warps in the same way.
 template <class Params>
 HOPWELL_DEVICE Slice slice_of_phase(const Params& p, const FewColumnsWork& work, int phase) {
   Slice slice = slice_of((phase * p.cluster + work.rank) * p.slice, p.slice, p.k);

@@ -1,5 +1,5 @@
-// nvfp4_linear and nvfp4_gemv for problems that the fast kernels do not support: any K that is a multiple of 16, rows at
-// any address, fp32 x. Products are fp32.
+// nvfp4_linear and nvfp4_gemv for problems that the fast kernels do not support: any K that is a multiple of 16, rows
+// at any address, fp32 x. Products are fp32.
 //
 //     y[row, column] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //

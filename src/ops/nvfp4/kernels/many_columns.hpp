@@ -335,8 +335,8 @@ HOPWELL_DEVICE void exchange_sums(const ManyColumnsParams& p, const TileSchedule
   }
 }
 
-// First row of this warp in a tile. Each call computes it from the thread index, so that no register holds it during the
-// products.
+// First row of this warp in a tile. Each call computes it from the thread index, so that no register holds it during
+// the products.
 HOPWELL_DEVICE int row_of_warp(const ManyColumnsParams& p) {
   const int warp = arch::thread_index_anew() / 32;
   return warp / 4 % p.row_groups * ManyColumnsConfig::kRows + warp % 4 * 16;

@@ -132,8 +132,8 @@ HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
   }
 }
 
-// Stores the results of a round's tiles, four lanes a result: each lane adds a quarter of the warps' sums, then shuffles
-// add the quarters. The order is always the same.
+// Stores the results of a round's tiles, four lanes a result: each lane adds a quarter of the warps' sums, then
+// shuffles add the quarters. The order is always the same.
 template <class Params>
 HOPWELL_DEVICE void store_round(const Params& p, const Global& factor, const float* sums, int first_tile, int tiles,
                                 int batch) {

@@ -45,7 +45,8 @@ HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
   return {{low(v.w[0], v.w[2]), high(v.w[0], v.w[2]), low(v.w[1], v.w[3]), high(v.w[1], v.w[3])}};
 }
 
-// Decodes the 8 codes of a word to four pairs of fp16, code / kUnit. in_order() brings 8 elements of x into their order.
+// Decodes the 8 codes of a word to four pairs of fp16, code / kUnit. in_order() brings 8 elements of x into their
+// order.
 struct DecodeByBits {
   static constexpr float kUnit = tile::kDecodedUnit;
   HOPWELL_DEVICE static void decode(uint32_t word, uint32_t (&pairs)[4]) { tile::e2m1x8_to_fp16(word, pairs); }

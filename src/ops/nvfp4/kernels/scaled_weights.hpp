@@ -49,8 +49,8 @@ struct ScaledWeights<bf16> {
   HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
     decode_by(arch::half_twice<kSecond>(scales), word, pairs);
   }
-  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16: a code's sign moves to bit 15, its other bits to bits 8 to 6. Each half
-  // of `low` and `high` holds two codes, the second four bits below its place. A mask then isolates each code.
+  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16: a code's sign moves to bit 15, its other bits to bits 8 to 6. Each
+  // half of `low` and `high` holds two codes, the second four bits below its place. A mask then isolates each code.
   HOPWELL_DEVICE static void decode_by(uint32_t factors, uint32_t word, uint32_t (&pairs)[4]) {
     constexpr uint32_t kSigns = 0x88008800u, kCodes = 0x81c081c0u;
     const uint32_t low = arch::select_bits(word << 8, word << 2, kSigns);

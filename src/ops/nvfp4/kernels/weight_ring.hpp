@@ -1,5 +1,5 @@
-// Copies of weights for mma and wgmma: each warp has a ring of stages in shared memory. It fills the ring by cp.async, a
-// few stages ahead of its products.
+// Copies of weights for mma and wgmma: each warp has a ring of stages in shared memory. It fills the ring by cp.async,
+// a few stages ahead of its products.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -14,8 +14,8 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 // lanes of neighbouring rows read different banks. A lane copies 16 bytes of codes of rows r, r + 4, r + 8 and r + 12,
 // and 8 scales of a row.
 
-// Operands of lane (g, t) in half a stage: 32 codes of row g and 32 codes of row g + 8, from k = 32 t on, and the scales
-// of their two blocks.
+// Operands of lane (g, t) in half a stage: 32 codes of row g and 32 codes of row g + 8, from k = 32 t on, and the
+// scales of their two blocks.
 struct StageFragment {
   arch::Words4 upper, lower;
   uint16_t upper_scales, lower_scales;
@@ -52,8 +52,8 @@ class WeightRing {
     begin_run(p);
   }
 
-  // Prefetches the codes of the first `count` stages into L2, two stages at a time, a row a lane. Harmless while another
-  // kernel still writes them.
+  // Prefetches the codes of the first `count` stages into L2, two stages at a time, a row a lane. Harmless while
+  // another kernel still writes them.
   template <class Params>
   HOPWELL_DEVICE void prefetch_l2(const Params& p, int count) const {
     constexpr int kRows = StageConfig::kRows, kStageK = StageConfig::kStageK;

@@ -94,8 +94,9 @@ HOPWELL_DEVICE void add_groups(const Params& p, const MergeStorage& s, int group
   store_sums<T>(p, s.info[0][kBegunBefore].sequence, s.info[0][kBegunBefore].row_block, at, all);
 }
 
-// Merges the warps' partial results, in pieces of four values per lane. The last row block comes first, because the next
-// CTA may wait for it. The row block that began in an earlier CTA comes last, so that a warp publishes before it waits.
+// Merges the warps' partial results, in pieces of four values per lane. The last row block comes first, because the
+// next CTA may wait for it. The row block that began in an earlier CTA comes last, so that a warp publishes before it
+// waits.
 template <class T, class PartialOf>
 HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition& partition, const PartialOf& partial_of,
                               int pitch) {

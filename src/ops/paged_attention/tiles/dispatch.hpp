@@ -1,5 +1,5 @@
-// paged_attention on GPUs: the tile of a problem within a family (families.hpp). Files that compile a family include this
-// header and a kernel's: split_kernel.hpp or cluster_kernel.hpp.
+// paged_attention on GPUs: the tile of a problem within a family (families.hpp). Files that compile a family include
+// this header and a kernel's: split_kernel.hpp or cluster_kernel.hpp.
 #pragma once
 
 #include "ops/paged_attention/tiles/dimension_major.hpp"

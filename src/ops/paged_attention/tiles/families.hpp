@@ -8,8 +8,8 @@
 //     nhd, hnd   any other, or r   any, one a pass     rows of keys and values     key_major.hpp
 //     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp
 //
-// A family of tiles is compiled in a translation unit of its own (sm80/*.cu, sm90/*.cu), so that several cores share the
-// work. P: Params for the split kernel, ClusterParams for the cluster kernel.
+// A family of tiles is compiled in a translation unit of its own (sm80/*.cu, sm90/*.cu), so that several cores share
+// the work. P: Params for the split kernel, ClusterParams for the cluster kernel.
 #pragma once
 
 #include "arch/platform.hpp"

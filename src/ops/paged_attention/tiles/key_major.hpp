@@ -254,8 +254,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kVectors, kTheKeys>,
       }
     }
   }
-  // Copies packed rows of any other number of heads: page_keys keys at a time, which always share a page. Their rows are
-  // contiguous except for a gap between two keys.
+  // Copies packed rows of any other number of heads: page_keys keys at a time, which always share a page. Their rows
+  // are contiguous except for a gap between two keys.
   HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t to) const {
     const Cache& cache = p.cache;
     const Keys& visible = source.vector.visible;

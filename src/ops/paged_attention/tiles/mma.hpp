@@ -1,6 +1,6 @@
-// paged_attention on the tensor cores, for blocks of 8 query vectors that share a KV head: GQA groups, and several query
-// tokens. Layout vllm uses this tile for any number of query vectors, because its chunks are fragments of mma. Groups
-// of 9 to 16 heads may have two blocks, so that one pass over the keys is enough (plan.cpp).
+// paged_attention on the tensor cores, for blocks of 8 query vectors that share a KV head: GQA groups, and several
+// query tokens. Layout vllm uses this tile for any number of query vectors, because its chunks are fragments of mma.
+// Groups of 9 to 16 heads may have two blocks, so that one pass over the keys is enough (plan.cpp).
 //
 //     s = scale · q · k + bias, out = Σ_key softmax(s) · v    for each query vector
 //
@@ -540,8 +540,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     }
     return reinterpret_cast<uint16_t*>(&stage.v[chunk_index(key, dimension / 8)])[dimension % 8];
   }
-  // Clears the values of keys that a row does not see, because they may be infinite or NaN, which a weight of 0 does not
-  // remove. If another row does see them, its results become NaN, so that store_infinite computes them again.
+  // Clears the values of keys that a row does not see, because they may be infinite or NaN, which a weight of 0 does
+  // not remove. If another row does see them, its results become NaN, so that store_infinite computes them again.
   HOPWELL_DEVICE void clear_hidden_values(const QueryVector& vector, int tile_key, const float (&s)[kKeys / 8][4],
                                           Stage& stage) {
     const int lane = arch::lane_index();

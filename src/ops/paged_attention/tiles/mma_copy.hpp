@@ -75,7 +75,8 @@ struct MmaTileCopy {
     }
   };
   // Keys of a tile come in eights: eight i has keys 8 i to 8 i + 7. eight_of: the j-th eight of a half. sixteen_of,
-  // place_of: the S of an eight becomes one half (place_of) of a 16-key step of P (sixteen_of), counted over all halves.
+  // place_of: the S of an eight becomes one half (place_of) of a 16-key step of P (sixteen_of), counted over all
+  // halves.
   static HOPWELL_DEVICE constexpr int eight_of(int half, int j) {
     return kVllm ? half * (kKeys / 8 / kHalves) + j : kHalves * j + half;
   }

@@ -12,8 +12,8 @@
 //     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row
 //     sparse_mla_bwd_choose_units    2^e
 //
-// Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index row
-// of window keys for each query. attention_distribution computes A from these rows.
+// Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index
+// row of window keys for each query. attention_distribution computes A from these rows.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"

@@ -3,8 +3,8 @@
 // same kernel clears sums, because sorting leaves memory idle. And postprocess: moves attn, summed in that order, back
 // to its entries.
 //
-// A deterministic call sorts a query's keys by that query's row alone: by ranges of the span of the row's own keys, 4,096
-// entries at a time. Other queries, more keys, an offset of all keys and padding change nothing.
+// A deterministic call sorts a query's keys by that query's row alone: by ranges of the span of the row's own keys,
+// 4,096 entries at a time. Other queries, more keys, an offset of all keys and padding change nothing.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_accumulators.hpp"

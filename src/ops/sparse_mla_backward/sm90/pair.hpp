@@ -118,8 +118,8 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFrag
 
 // ---- warpgroups 0 and 1
 
-// Stages this half's columns in the key buffer (RoPE in `receive_buffer`), one tile at a time, then stores panels by TMA,
-// or whole rows.
+// Stages this half's columns in the key buffer (RoPE in `receive_buffer`), one tile at a time, then stores panels by
+// TMA, or whole rows.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[2][64], const float (&rope)[16],
                              const PairWork& pair, int t, const HeadMaps& maps) {

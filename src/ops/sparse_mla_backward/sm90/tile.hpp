@@ -108,9 +108,10 @@ HOPWELL_DEVICE void publish_keys(int (&key)[2][Config::kKeys], const int (&keys)
     if (chunk == m) key[step % 2][t / 8 + 16 * m] = keys[m];
 }
 
-// Called by a warpgroup near the end of a tile: prefetches rows of q, d_out and out to L2 for the tile that will follow on
-// this SM or on another one. Rows with window keys are short, so that the loads of a tile's beginning, which all SMs issue
-// at about the same time, are a large part of its time. kCtas: of a tile. head: of the CTA's first one in its tile.
+// Called by a warpgroup near the end of a tile: prefetches rows of q, d_out and out to L2 for the tile that will follow
+// on this SM or on another one. Rows with window keys are short, so that the loads of a tile's beginning, which all SMs
+// issue at about the same time, are a large part of its time. kCtas: of a tile. head: of the CTA's first one in its
+// tile.
 template <int kDqk, int kCtas>
 HOPWELL_DEVICE void prefetch_next_tile(const Params& /*p*/, int /*head*/, int /*t*/) {}
 template <int kDqk, int kCtas>

@@ -1,4 +1,5 @@
-// The split kernel of sparse_mla_decode for 64 heads: the output O += P V, and the stores of results. See many_heads.hpp.
+// The split kernel of sparse_mla_decode for 64 heads: the output O += P V, and the stores of results. See
+// many_heads.hpp.
 #pragma once
 
 #include "ops/sparse_mla_decode/sm80/many_heads_scores.hpp"

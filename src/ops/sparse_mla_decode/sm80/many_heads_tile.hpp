@@ -20,7 +20,8 @@ struct ManyHeadsConfig {
   static constexpr float kScaleUnit = Row::kHasScales ? 0x1p8F : 1;           // factor of scales as fp16
 };
 
-// Scores of a head over half of the columns. What keeps rows in different banks has the head's softmax: of half 0.
+// Scores of a head over half of the columns. Row_max and what follows keep rows in different banks; those of half 0 are
+// in use.
 struct HeadOfStep {
   float scores[32];
   float row_max, factor;  // factor: row_scale of a step; at the end the output's factor
@@ -109,12 +110,13 @@ HOPWELL_DEVICE void decode_block(ManyHeadsStorage<Config>& s) {
   }
 }
 
-// Copies 64 columns of bf16: each lane has a key, one chunk of 16 bytes at a time.
+// Copies eight numbers of bf16, which are not decoded.
 HOPWELL_DEVICE void copy_chunk(unsigned char* to, const unsigned char* from) {
   arch::store_shared_v4(arch::shared_address(to), arch::load_shared_v4(arch::shared_address(from)));
 }
 
-// Decodes the keys of a step. A warp has a block, and an eighth or a quarter of RoPE.
+// Decodes the keys of a step. A warp has a block of columns, and an eighth or a quarter of RoPE, of which a lane has a
+// key.
 template <class Config>
 HOPWELL_DEVICE void decode(ManyHeadsStorage<Config>& s) {
   using Row = typename Config::Row;

@@ -110,8 +110,8 @@ HOPWELL_DEVICE bool is_exact_scale(float scale) {
 template <class Config>
 using ScoresOfWarp = float[Config::kHeadBlocks][4];
 
-// The share of a block of codes, exact scales. scale: of key `lane` of the step. Without scales the factor of codes stays
-// in the scores: kScoreUnit.
+// The share of a block of codes, exact scales. scale: of key `lane` of the step. Without scales the factor of codes
+// stays in the scores: kScoreUnit.
 template <class Config>
 HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
                                    const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {

@@ -121,10 +121,10 @@ struct PanelGroup {
 
 #if HOPWELL_HAS_SM90A
 
-// Offset of the row of entry i, which has the key number `key`, or tile::kNoRow if the entry is not valid. In 16-byte chunks
-// from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add.
-// For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance may lie
-// between the rows of two tensors; with BoxParams the offset of KeyRows.
+// Offset of the row of entry i, which has the key number `key`, or tile::kNoRow if the entry is not valid. In 16-byte
+// chunks from the first row: tile::can_gather guarantees that this fits in 32 bits, so that an address costs one
+// multiply-add. For unaligned rows, the offset is in rows. With window keys it is the key number, because any distance
+// may lie between the rows of two tensors; with BoxParams the offset of KeyRows.
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_entry(const Params& p, const tile::Entries& entries, int, int key) {
   return entries.counts(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride_s / 8) : 1) : tile::kNoRow;

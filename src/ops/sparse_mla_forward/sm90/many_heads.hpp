@@ -205,9 +205,9 @@ HOPWELL_DEVICE void receive_row_max(Storage& s, int stage, int row, SoftmaxState
   for (int r = 0; r < 2; ++r) factor[r] = state.update_row_max(r, s.row_max[stage][row + 8 * r]);
 }
 
-// If tile B of a query's last step has no keys, it has no products and no P. Its space and the space of its P are passed
-// on all the same, so that every barrier completes once per step. The low warpgroup waits for the high one, so that
-// neither releases the space before the gather has passed it on.
+// If tile B of a query's last step has no keys, it has no products and no P. Its space and the space of its P are
+// passed on all the same, so that every barrier completes once per step. The low warpgroup waits for the high one, so
+// that neither releases the space before the gather has passed it on.
 template <class Storage>
 HOPWELL_DEVICE void pass_tile_b(Storage& s, int self, uint32_t parity) {
   const auto keys = tile::ring_stage(s.key_ring, 1, parity);
