@@ -5,8 +5,10 @@
 
 #include <cmath>
 
+#include "arch/sm80/matrix.hpp"
 #include "arch/sm80/memory.hpp"
 #include "ops/sparse_mla_backward/params.hpp"
+#include "tile/gpu/fragment.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -55,16 +57,19 @@ HOPWELL_DEVICE int length_of(const int (&last_valid)[kWarps]) {
 
 // ---- heads
 
-// This lane's part of the dot product of 512 columns of two rows.
+// This lane's part of the dot product of 512 columns of two rows: the sum over its quad in one lane of each quad, 0 in the
+// others. By mma.sync, which multiplies all quads of x with all quads of y; the diagonal has the products of a quad with
+// itself. This and one exchange of all heads' sums take half of the instructions of multiplications by threads.
 HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2]) {
-  float sum = 0;
+  float products[4] = {};  // rows of x and columns of y: fragment_row(). Rows 8 to 15 are zeros
   HOPWELL_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t a = x[i / 4].w[i % 4], b = y[i / 4].w[i % 4];
-    sum += arch::bit_cast<float>(a << 16) * arch::bit_cast<float>(b << 16);
-    sum += arch::bit_cast<float>(a & 0xffff0000) * arch::bit_cast<float>(b & 0xffff0000);
+  for (int i = 0; i < 8; i += 2) {
+    const uint32_t a[4] = {x[i / 4].w[i % 4], 0, x[i / 4].w[i % 4 + 1], 0},
+                   b[2] = {y[i / 4].w[i % 4], y[i / 4].w[i % 4 + 1]};
+    arch::mma_m16n8k16_bf16(products, a, b);
   }
-  return sum;
+  const int of_diagonal = tile::fragment_row() - tile::fragment_column();
+  return of_diagonal == 0 ? products[0] : of_diagonal == 1 ? products[1] : 0;
 }
 
 // Inputs of a warp's heads. They are in flight until they are used. `out`, `d_out`: rows of the heads warp + kWarps ·
@@ -110,14 +115,18 @@ HOPWELL_DEVICE void load_d_out(HeadInputs<kHeads, kWarps>& inputs, const Params&
 // delta of a warp's heads: lane i gets the delta of head warp + kWarps · i.
 template <int kHeads, int kWarps>
 HOPWELL_DEVICE float delta_of_heads(const HeadInputs<kHeads, kWarps>& inputs, int heads) {
-  float delta = 0;
+  constexpr int kRows = 8;  // of which inputs.kRows are not 0
+  static_assert(HeadInputs<kHeads, kWarps>::kRows <= kRows);
+  float sums[kRows] = {};
   HOPWELL_UNROLL
-  for (int i = 0; i < inputs.kRows; ++i) {
-    const bool exists = arch::warp_index() + kWarps * i < heads;
-    const float sum = tile::sum_of_warp(exists ? dot(inputs.out[i], inputs.d_out[i]) : 0.F);
-    delta = arch::lane_index() == i ? sum : delta;
-  }
-  return delta;
+  for (int i = 0; i < inputs.kRows; ++i)
+    if (arch::warp_index() + kWarps * i < heads) sums[i] = dot(inputs.out[i], inputs.d_out[i]);
+  // Afterwards the lanes i, i + 8, i + 16 and i + 24 have parts of row i.
+  const int lane = arch::lane_index();
+  tile::share_sums(sums, 4, 4, lane & 4);
+  tile::share_sums(sums, 2, 2, lane & 2);
+  tile::share_sums(sums, 1, 1, lane & 1);
+  return tile::reduce<8, 16>(sums[0], tile::Plus{});
 }
 
 // Computes the values of each head. The delta of heads that see no key (lse = +inf) is 0.

@@ -119,10 +119,12 @@ HOPWELL_DEVICE void for_each_pair(const OutputOfHeads<Config>& out, const Store&
   for (int row = 0; row < 2 * Config::kHeadGroups; ++row) {
     HOPWELL_UNROLL
     for (int chunk = 0; chunk < 4; ++chunk) {
-      const float *left = &out[row / 2][2 * chunk][row % 2 * 2], *right = &out[row / 2][2 * chunk + 1][row % 2 * 2];
+      const float (&left)[4] = out[row / 2][2 * chunk], (&right)[4] = out[row / 2][2 * chunk + 1];
+      const float a = left[row % 2 * 2] * unit, b = left[row % 2 * 2 + 1] * unit, c = right[row % 2 * 2] * unit,
+                  d = right[row % 2 * 2 + 1] * unit;
       const int head = 8 * row + tile::fragment_row(lane), column = 64 * warp + 16 * chunk;
-      store(head, column + (plain ? 2 : 4) * t, left[0] * unit, (plain ? left[1] : right[0]) * unit);
-      store(head, column + (plain ? 8 + 2 * t : 4 * t + 2), (plain ? right[0] : left[1]) * unit, right[1] * unit);
+      store(head, column + (plain ? 2 : 4) * t, a, plain ? b : c);
+      store(head, column + (plain ? 8 + 2 * t : 4 * t + 2), plain ? c : b, d);
     }
   }
 }
