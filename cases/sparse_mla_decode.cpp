@@ -425,8 +425,8 @@ Instance make(Random& random, const Decode& p, bool timed) {
 
 using Problems = std::vector<std::pair<std::string, Decode>>;
 
-// Tiles of 64 heads: several tiles of keys, partial ones too. On sm80 calls whose tiles of 32 heads would need more
-// rounds of CTAs have them: four queries do, on the emulator's device.
+// Tiles of 64 heads: several tiles of keys, partial ones too. On sm80, rows of codes with two queries of four
+// multiprocessors have tiles of 32 heads, and with three or four queries tiles of 64.
 Problems problems_of_many_heads() {
   using Lens = Decode::Lens;
   Problems all;
@@ -446,7 +446,7 @@ Problems problems_of_many_heads() {
                .kv_scale = rows == Rows::kPerTensor ? 0.37F : 0,
                .scale_array = rows == Rows::kPerTensor,
                .q_size = rows == Rows::kPerTensor ? 1e-3 : 0.1});
-  add("v4_many_tiles", {.rows = Rows::kV4, .b = 1, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
+  add("v4_many_tiles", {.rows = Rows::kV4, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
   add("bf16_splits", {.b = 1, .h_q = 64, .topk = 420, .blocks = 30, .keys_per_split = 320});
   add("bf16_512_two_caches", {.b = 1, .h_q = 33, .d_qk = 512, .topk = 200, .extra_topk = 70});
   add("rope_cache_splits", {.b = 1, .h_q = 50, .topk = 300, .blocks = 30, .keys_per_split = 256, .rope_cache = true});
@@ -480,8 +480,7 @@ Problems problems_of_many_heads() {
                      .max_blocks = 6,
                      .context_lens = Lens::kSequence});
   add("v32_strided", {.rows = Rows::kV32, .b = 1, .q_len = 3, .h_q = 40, .out_fp32 = true, .strided = true});
-  add("v32_unaligned_q",
-      {.rows = Rows::kV32, .b = 1, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2, .out_gap = 2});
+  add("v32_unaligned_q", {.rows = Rows::kV32, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2, .out_gap = 2});
   add("v32_large_scores", {.rows = Rows::kV32, .h_q = 33, .topk = 120, .q_size = 100});
   add("v32_negative_scale", {.rows = Rows::kV32, .h_q = 33, .topk = 100, .sm_scale = -0.5F});
   return all;

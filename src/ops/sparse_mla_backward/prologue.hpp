@@ -57,9 +57,9 @@ HOPWELL_DEVICE int length_of(const int (&last_valid)[kWarps]) {
 
 // ---- heads
 
-// This lane's part of the dot product of 512 columns of two rows: the sum over its quad in one lane of each quad, 0 in the
-// others. By mma.sync, which multiplies all quads of x with all quads of y; the diagonal has the products of a quad with
-// itself. This and one exchange of all heads' sums take half of the instructions of multiplications by threads.
+// This lane's part of the dot product of 512 columns of two rows: the sum over its quad in one lane of each quad, 0 in
+// the others. By mma.sync, which multiplies all quads of x with all quads of y; the diagonal has the products of a quad
+// with itself. This and one exchange of all heads' sums take half of the instructions of multiplications by threads.
 HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2]) {
   float products[4] = {};  // rows of x and columns of y: fragment_row(). Rows 8 to 15 are zeros
   HOPWELL_UNROLL
@@ -115,7 +115,7 @@ HOPWELL_DEVICE void load_d_out(HeadInputs<kHeads, kWarps>& inputs, const Params&
 // delta of a warp's heads: lane i gets the delta of head warp + kWarps · i.
 template <int kHeads, int kWarps>
 HOPWELL_DEVICE float delta_of_heads(const HeadInputs<kHeads, kWarps>& inputs, int heads) {
-  constexpr int kRows = 8;  // of which inputs.kRows are not 0
+  constexpr int kRows = 8;  // the rows after inputs.kRows are zeros
   static_assert(HeadInputs<kHeads, kWarps>::kRows <= kRows);
   float sums[kRows] = {};
   HOPWELL_UNROLL

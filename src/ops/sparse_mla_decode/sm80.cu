@@ -1,5 +1,7 @@
 // sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache
-// without splits, or the split kernel (sm80/split.hpp).
+// without splits, or a split kernel: of up to 32 heads (sm80/split.hpp), or of 64 (sm80/many_heads.hpp).
+#include <cmath>
+
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
@@ -15,16 +17,21 @@ struct Plan {
 
 bool forward_supports(const Problem& p) { return tile::rows_aligned(p.q, 3) && p.keys.cache.aligned(16); }
 
-// Heads of a tile. For codes and more than 32 heads it is 32 or 64, whichever takes less time: a CTA for 64 takes 5 / 3
-// of the time of one for 32 (counted, not measured).
+// Heads of a tile. For codes and more than 32 heads it is 32 or 64, whichever takes less time. A CTA has a
+// multiprocessor for itself:
+//
+//     heads of a tile    time of a CTA    measured on
+//     32                 3                counted for equal splits, not measured
+//     64                 5                the same
 int heads_of_tile(const Problem& p, std::int64_t splits) {
   if (p.h_q <= 8) return 8;
   if (p.h_q <= 16 || !p.format) return 16;
   if (p.h_q <= 32) return 32;
-  const auto rounds = [&](std::int64_t heads) {  // of CTAs, one on each multiprocessor
-    return tile::ceil_div(p.b * p.q_len * splits * tile::ceil_div(p.h_q, heads), p.device.sms);
+  const auto waves = [&](std::int64_t heads) {
+    const std::int64_t tiles = splits * tile::ceil_div(p.h_q, heads);  // of a query
+    return std::ceil(static_cast<double>(p.b * p.q_len) * static_cast<double>(tiles) / p.device.sms);
   };
-  return 5 * rounds(64) < 3 * rounds(32) ? 64 : 32;
+  return 5 * waves(64) < 3 * waves(32) ? 64 : 32;
 }
 
 HeadsOfTile kernel_for(const Problem& p, std::int64_t splits) {

@@ -29,11 +29,12 @@ LaunchPlan plan_launch(const Problem& problem, std::int64_t first_head, std::int
 //     1–16     0.69                                                 H200, s_q 4,096, topk 2,048, d_qk 576, 8 K keys
 //     17–32    0.85                                                 the same
 //
-// A launch takes whole waves of CTAs. A CTA of the kernel for few heads takes two queries at once, and an odd last
-// query, which runs alone, counts as two. Selected keys must fit in L2: in one launch the work tiles of a query meet
-// there, and a second launch reads the keys from memory again. Without indices, all CTAs read the same keys in turn.
-// Rows must be 16-byte aligned: the kernel for few heads computes the addresses of other rows for each panel group
-// again. The emulator's own profile (capability 0) always has the second launch.
+// A launch takes whole waves of CTAs. With more queries than SMs, a CTA of the kernel for few heads takes two queries
+// at once, and an odd last query, which runs alone, counts as two. With fewer, two launches are never predicted to pay.
+// Selected keys must fit in L2: in one launch the work tiles of a query meet there, and a second launch reads the keys
+// from memory again. Without indices, all CTAs read the same keys in turn. Rows must be 16-byte aligned: the kernel for
+// few heads computes the addresses of other rows for each panel group again. The emulator's own profile (capability 0)
+// always has the second launch.
 bool divides_heads(const Problem& p) {
   const std::int64_t tiles = p.h_q / kManyHeads, rest = p.h_q % kManyHeads;
   if (tiles == 0 || rest == 0 || rest > 32) return false;

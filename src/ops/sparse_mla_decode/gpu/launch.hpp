@@ -64,7 +64,7 @@ struct HeadsOfTile {
   SplitKernel kernel;
 };
 
-// kernel_for: of a problem and the splits of a query.
+// kernel_for: the backend's choice, from the problem and the number of splits of a query.
 inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p,
                                               HeadsOfTile (*kernel_for)(const Problem&, std::int64_t)) {
   using runtime::Unsupported;

@@ -12,11 +12,11 @@
 //           warps    wait 0 │ decode ▓ │ S ▓▓▓▓▓ │ softmax ▓ │ O += P V ▓▓▓▓▓     │ wait 1 │ decode …
 // Codes     Each is decoded once for all heads and both products, to fp16 in shared memory: in each 16 columns the even
 //           ones come first, so that two codes of a word need no permutation of bytes. Q and the output have the same
-//           order. Scales act as in split.hpp. A block with other scales is decoded to bf16(code · scale) in its place
+//           order. Scales act as in split.hpp. A block with other scales is decoded to bf16(code · scale) instead
 // Budget    V3.2 rows: shared: raw keys 20,992 + decoded keys 37,376 + S 18,432 + P 5,120 + sums 8,192 + scales and
 //           factors 1,536 + rows 2,048 + 768 = 94,464 B (of 101,376 on the smallest GPU)
 //           registers: Q 72 + O 128 + ~50, of 255
-// Bound     as the forward's kernel (sparse_mla_forward/sm80/attention.hpp): the phases of a step follow each other.
+// Bound     as the forward's kernel (sparse_mla_forward/sm80/attention.hpp): the four parts of a step follow each other.
 //           Decoding adds 280 issue slots of an SM's quarter to its 2,176 clocks of tensor cores
 #pragma once
 

@@ -15,7 +15,7 @@ using OutputOfHeads = float[Config::kHeadGroups][8][4];
 
 template <class Config>
 HOPWELL_DEVICE void rescale(const ManyHeadsStorage<Config>& s, OutputOfHeads<Config>& out) {
-  const int lane = Place().lane;
+  const int lane = WarpAndLane().lane;
   HOPWELL_UNROLL
   for (int m = 0; m < Config::kHeadGroups; ++m) {
     const int head = 16 * m + tile::fragment_row(lane);
@@ -29,7 +29,7 @@ HOPWELL_DEVICE void rescale(const ManyHeadsStorage<Config>& s, OutputOfHeads<Con
 // P of 16 heads and 16 keys from `key` on, as operand A.
 template <class Config>
 HOPWELL_DEVICE void load_p(const ManyHeadsStorage<Config>& s, int group, int key, uint32_t (&a)[4]) {
-  const int lane = Place().lane;
+  const int lane = WarpAndLane().lane;
   arch::ldmatrix(a, arch::shared_address(&s.p[16 * group + lane % 16][key + lane / 16 * 8]));
 }
 
@@ -37,7 +37,7 @@ HOPWELL_DEVICE void load_p(const ManyHeadsStorage<Config>& s, int group, int key
 template <Products kProducts, class Config>
 HOPWELL_DEVICE void accumulate_chunk(const ManyHeadsStorage<Config>& s, int key, int chunk,
                                      const uint32_t (&a)[Config::kHeadGroups][4], OutputOfHeads<Config>& out) {
-  const auto [warp, lane] = Place();
+  const auto [warp, lane] = WarpAndLane();
   uint32_t b[4];
   arch::ldmatrix<arch::Transpose::yes>(
       b, arch::shared_address(&s.decoded[key + lane % 16][128 * warp + 32 * chunk + lane / 16 * 16]));
@@ -53,7 +53,7 @@ HOPWELL_DEVICE void accumulate_chunk(const ManyHeadsStorage<Config>& s, int key,
 template <class Config>
 HOPWELL_DEVICE void accumulate_codes(const ManyHeadsStorage<Config>& s, int key, OutputOfHeads<Config>& out) {
   using Row = typename Config::Row;
-  const auto [warp, lane] = Place();
+  const auto [warp, lane] = WarpAndLane();
   HOPWELL_UNROLL
   for (int i = 0; i < Row::kScales; ++i) {
     uint32_t a[Config::kHeadGroups][4];
@@ -95,7 +95,7 @@ HOPWELL_DEVICE void accumulate_bf16(const ManyHeadsStorage<Config>& s, int key, 
 template <class Config>
 HOPWELL_DEVICE void accumulate(const ManyHeadsStorage<Config>& s, OutputOfHeads<Config>& out) {
   using Row = typename Config::Row;
-  const int warp = Place().warp;
+  const int warp = WarpAndLane().warp;
   rescale(s, out);
   HOPWELL_UNROLL
   for (int key = 0; key < Config::kKeys; key += 16) {
@@ -111,7 +111,7 @@ HOPWELL_DEVICE void accumulate(const ManyHeadsStorage<Config>& s, OutputOfHeads<
 // Calls store(head, column, low, high) for all pairs of adjacent columns of a lane's output.
 template <class Config, class Store>
 HOPWELL_DEVICE void for_each_pair(const OutputOfHeads<Config>& out, const Store& store) {
-  const auto [warp, lane] = Place();
+  const auto [warp, lane] = WarpAndLane();
   const int t = tile::quad_lane(lane);
   const bool plain = Config::Row::is_plain(warp);
   const float unit = 1 / unit_of_output<Config>(warp);

@@ -67,7 +67,7 @@ struct QueryOfHalf {
     }
   }
 
-  // Converts the elements after a barrier: those of codes to fp16, in the order of decoded codes.
+  // Converts the elements after a barrier. Elements that are multiplied by codes become fp16, in the order of codes.
   HOPWELL_DEVICE void convert(const ManyHeadsStorage<Config>& s) {
     const ScoresOfHeads of(arch::warp_index());
     HOPWELL_UNROLL
@@ -95,7 +95,7 @@ struct QueryOfHalf {
 
 // ---- S = Q Kᵀ ---------------------------------------------------------------------------------------------------------
 
-using SharesOfKeys = float[2][4];  // of 16 heads and 16 keys
+using PartialScores = float[2][4];  // of 16 heads and 16 keys, over some of the columns
 
 enum class Products { fp16, bf16 };
 
@@ -110,31 +110,32 @@ HOPWELL_DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32
 // Adds the products of 16 columns, from byte `offset` of the decoded rows on, with 16 keys from `key` on.
 template <Products kProducts, class Config>
 HOPWELL_DEVICE void multiply_chunk(const ManyHeadsStorage<Config>& s, int key, int offset, const uint32_t (&q)[4],
-                                   SharesOfKeys& d) {
-  const int lane = Place().lane;
+                                   PartialScores& d) {
+  const int lane = WarpAndLane().lane;
   uint32_t b[4];
   arch::ldmatrix(b, arch::shared_address(&s.decoded[key + lane / 16 * 8 + lane % 8][offset + lane / 8 % 2 * 16]));
   const uint32_t of_first[2] = {b[0], b[1]}, of_second[2] = {b[2], b[3]};
   multiply<kProducts>(d[0], q, of_first), multiply<kProducts>(d[1], q, of_second);
 }
 
-// The share of a block of codes with exact scales. Without scales the factor of codes stays in the scores: kScoreUnit.
+// The partial scores of a block of codes with exact scales. Without scales they keep the factor of decoded codes:
+// kScoreUnit.
 template <class Config>
 HOPWELL_DEVICE void multiply_codes(const ManyHeadsStorage<Config>& s, int key, int block, const uint32_t (&q)[4][4],
-                                   SharesOfKeys& share) {
+                                   PartialScores& partial) {
   using Row = typename Config::Row;
   HOPWELL_UNROLL
   for (int i = 0; i < Row::kScales; ++i) {
-    SharesOfKeys products = {};
+    PartialScores products = {};
     HOPWELL_UNROLL
     for (int chunk = Row::kChunksOfScale * i; chunk < Row::kChunksOfScale * (i + 1); ++chunk)
-      multiply_chunk<Products::fp16>(s, key, 128 * block + 32 * chunk, q[chunk], Row::kHasScales ? products : share);
+      multiply_chunk<Products::fp16>(s, key, 128 * block + 32 * chunk, q[chunk], Row::kHasScales ? products : partial);
     if constexpr (Row::kHasScales) {
-      const float* factors = &s.key_factors[block][i][key + tile::fragment_column(Place().lane)];
+      const float* factors = &s.key_factors[block][i][key + tile::fragment_column(WarpAndLane().lane)];
       HOPWELL_UNROLL
       for (int x = 0; x < 8; ++x) {
-        float& sum = share[x / 4][x % 4];
-        sum = fmaf(products[x / 4][x % 4], factors[x / 4 * 8 + x % 2], sum);
+        float& score = partial[x / 4][x % 4];
+        score = fmaf(products[x / 4][x % 4], factors[x / 4 * 8 + x % 2], score);
       }
     }
   }
@@ -143,12 +144,12 @@ HOPWELL_DEVICE void multiply_codes(const ManyHeadsStorage<Config>& s, int key, i
 // The same for any scales. Q is read again as bf16, because the kernel keeps it in registers as fp16.
 template <class Config>
 HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const ManyHeadsStorage<Config>& s, int key, int block,
-                                          SharesOfKeys& share) {
+                                          PartialScores& partial) {
   const Work work(p, Config::kHeads);
-  const ScoresOfHeads of(Place().warp);
-  const int g = tile::fragment_row(Place().lane), first_head = work.first_head + of.first_head + g;
-  const bf16* at = query_of(p, work.query) + 64 * block + 4 * tile::quad_lane(Place().lane);
-  SharesOfKeys products = {};
+  const ScoresOfHeads of(WarpAndLane().warp);
+  const int g = tile::fragment_row(WarpAndLane().lane), first_head = work.first_head + of.first_head + g;
+  const bf16* at = query_of(p, work.query) + 64 * block + 4 * tile::quad_lane(WarpAndLane().lane);
+  PartialScores products = {};
   HOPWELL_NO_UNROLL
   for (int chunk = 0; chunk < 4; ++chunk) {
     uint32_t q[4];
@@ -166,7 +167,7 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const ManyHeadsS
     HOPWELL_UNROLL
     for (int x = 0; x < 4; ++x) {
       const float down = QueryOfHalf<Config>::unit_of(s, of.first_head + g + x / 2 * 8).down;
-      share[n][x] = fmaf(products[n][x], down, share[n][x]);
+      partial[n][x] = fmaf(products[n][x], down, partial[n][x]);
     }
   }
 }
@@ -174,9 +175,9 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const ManyHeadsS
 // A chunk of RoPE. Rows that have codes there have no scales.
 template <class Config>
 HOPWELL_DEVICE void multiply_rope(const ManyHeadsStorage<Config>& s, int key, int chunk, const uint32_t (&q)[4],
-                                  SharesOfKeys& share) {
+                                  PartialScores& partial) {
   constexpr Products kProducts = Config::Row::kRopeIsPlain ? Products::bf16 : Products::fp16;
-  multiply_chunk<kProducts>(s, key, 2 * kDv + 32 * chunk, q, share);
+  multiply_chunk<kProducts>(s, key, 2 * kDv + 32 * chunk, q, partial);
 }
 
 // Writes a warp's scores of a step. In between the copies of the next step start.
@@ -184,30 +185,30 @@ template <class Config>
 HOPWELL_DEVICE void multiply_keys(const SplitParams& p, ManyHeadsStorage<Config>& s, const QueryOfHalf<Config>& q,
                                   const Copies<Config>& copies, const typename Copies<Config>::Step& next) {
   using Row = typename Config::Row;
-  const ScoresOfHeads of(Place().warp);
+  const ScoresOfHeads of(WarpAndLane().warp);
   HOPWELL_NO_UNROLL
   for (int key = 0; key < Config::kKeys; key += 16) {
-    SharesOfKeys sum = {};
+    PartialScores sum = {};
     HOPWELL_UNROLL
     for (int b = 0; b < 4; ++b) {
       if (b == 2) copies.start(next, key / 16);
       const int block = of.block(b);
-      SharesOfKeys share = {};
+      PartialScores partial = {};
       if constexpr (Row::kHasRope)
-        if (b % 2 == 0) multiply_rope(s, key, 2 * of.half + b / 2, q.rope[b / 2], share);
+        if (b % 2 == 0) multiply_rope(s, key, 2 * of.half + b / 2, q.rope[b / 2], partial);
       if (Row::is_plain(block)) {
         HOPWELL_UNROLL
         for (int chunk = 0; chunk < 4; ++chunk)
-          multiply_chunk<Products::bf16>(s, key, 128 * block + 32 * chunk, q.words[b][chunk], share);
+          multiply_chunk<Products::bf16>(s, key, 128 * block + 32 * chunk, q.words[b][chunk], partial);
       } else if (!Row::kHasScales || s.exact[block]) {
-        multiply_codes(s, key, block, q.words[b], share);
+        multiply_codes(s, key, block, q.words[b], partial);
       } else {
-        multiply_scaled_codes(p, s, key, block, share);
+        multiply_scaled_codes(p, s, key, block, partial);
       }
       HOPWELL_UNROLL
-      for (int x = 0; x < 8; ++x) sum[x / 4][x % 4] += share[x / 4][x % 4];
+      for (int x = 0; x < 8; ++x) sum[x / 4][x % 4] += partial[x / 4][x % 4];
     }
-    const int lane = Place().lane;
+    const int lane = WarpAndLane().lane;
     HOPWELL_UNROLL
     for (int x = 0; x < 4; ++x) {
       const int head = of.first_head + tile::fragment_row(lane) + x / 2 * 8, n = x % 2;

@@ -15,17 +15,17 @@ struct ManyHeadsConfig {
   static constexpr int kKeys = 32, kListed = kThreads;  // keys of a step; entries that are listed at a time
   static constexpr int kStages = 1;                     // of raw keys
   static constexpr int kStageBytes = kKeys * Row::kPitch;
-  static constexpr int kPitch = 2 * (Row::kWidth + 8), kPitchP = kKeys + 8;   // bytes; elements. No bank conflicts
+  static constexpr int kPitch = 2 * (Row::kWidth + 8),
+                       kPitchP = kKeys + 8;  // bytes; elements. ldmatrix has no bank conflicts
   static constexpr int kLanesOfHead = 4, kKeysOfLane = kKeys / kLanesOfHead;  // in the softmax
   static constexpr float kScaleUnit = Row::kHasScales ? 0x1p8F : 1;           // factor of scales as fp16
 };
 
-// Scores of a head over half of the columns. Row_max and what follows keep rows in different banks; those of half 0 are
-// in use.
+// Scores of a head over half of the columns. Only half 0 uses the other members. In half 1 they are padding.
 struct HeadOfStep {
   float scores[32];
   float row_max, factor;  // factor: row_scale of a step; at the end the output's factor
-  float up, scale_log2;   // factors of scores: unit of q; see SplitParams
+  float up, scale_log2;   // factors of scores: unit of q; sm_scale · log2(e) · kv_scale
 };
 
 template <class Config>
@@ -36,14 +36,14 @@ struct ManyHeadsStorage : KeysOfSteps<Config> {
   alignas(16) float sums[Config::kHeads][Config::kKeys];  // of a head, for each key of a step
   alignas(16) float key_factors[Config::kWarps][Config::Row::kScales][Config::kKeys];  // of S: scale / kUnit
   float maxima[2][Config::kHeads];  // of |q| over half of the columns
-  int keys_of_step;                 // decoded ones that are valid
+  int keys_of_step;                 // number of valid keys in `decoded`
   bool exact[Config::kWarps];       // whether fp16 is exact for a block's scales: is_exact_scale
 };
 
 // A thread's warp and lane, read again at each call, so that values derived from them need no registers across steps.
-struct Place {
+struct WarpAndLane {
   int warp, lane;
-  HOPWELL_DEVICE Place() : warp(arch::thread_index_anew() / 32), lane(arch::thread_index_anew() % 32) {}
+  HOPWELL_DEVICE WarpAndLane() : warp(arch::thread_index_anew() / 32), lane(arch::thread_index_anew() % 32) {}
 };
 
 // ---- decoding -----------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ struct DecodedChunk {
   arch::Words4 even, odd;
 };
 
-// fp16 of 16 codes · kUnit. If one is NaN, so is a number, and with it all scores of the key.
+// fp16 of 16 codes · kUnit. If a code is NaN, the first two numbers are NaN, which makes all scores of the key NaN.
 template <class Codes>
 HOPWELL_DEVICE DecodedChunk decode_codes(const arch::Words4& codes) {
   DecodedChunk chunk;
@@ -87,7 +87,7 @@ HOPWELL_DEVICE void store_chunk(uint32_t to, const DecodedChunk& chunk) {
 template <class Config>
 HOPWELL_DEVICE void decode_block(ManyHeadsStorage<Config>& s) {
   using Row = typename Config::Row;
-  const auto [warp, lane] = Place();
+  const auto [warp, lane] = WarpAndLane();
   bool exact = true;
   if constexpr (Row::kHasScales) {
     float scale[Row::kScales];
@@ -115,12 +115,11 @@ HOPWELL_DEVICE void copy_chunk(unsigned char* to, const unsigned char* from) {
   arch::store_shared_v4(arch::shared_address(to), arch::load_shared_v4(arch::shared_address(from)));
 }
 
-// Decodes the keys of a step. A warp has a block of columns, and an eighth or a quarter of RoPE, of which a lane has a
-// key.
+// Decodes the keys of a step. A warp has a block of columns, and some columns of RoPE. There each lane has a key.
 template <class Config>
 HOPWELL_DEVICE void decode(ManyHeadsStorage<Config>& s) {
   using Row = typename Config::Row;
-  const auto [warp, lane] = Place();
+  const auto [warp, lane] = WarpAndLane();
   const unsigned char* row = s.stages[0] + lane * Row::kPitch;
   if constexpr (Row::kHasPlain && !Row::kHasRope) {
     if (Row::is_plain(warp)) {

@@ -4,8 +4,8 @@
 //
 // Tile      one query, 8 or 16 heads, or 32 for rows with codes, one split of its entries; 32 keys per step
 // Roles     eight warps. K: warp w has columns 64 w to 64 w + 63 of all keys, and warps 0, 2, 4 and 6 have 16 columns
-//           of RoPE each. Every warp writes its share of S. Softmax: a warp has one, two or four heads, and adds the
-//           shares of warps 0 to 3 and of warps 4 to 7, then both. Output: warp w has columns 64 w to 64 w + 63
+//           of RoPE each. Every warp writes partial scores. Softmax: a warp has one, two or four heads, and adds the
+//           scores of warps 0 to 3 and of warps 4 to 7, then both. Output: warp w has columns 64 w to 64 w + 63
 // Timeline  step     0                                                  1
 //           copies   keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  keys 3 ▓▓▓▓ …      half before each half of S
 //           warps    wait 0 │ S ▓▓▓▓▓ │ softmax ▓ │ O += P V ▓▓▓▓▓     │ wait 1 │ S …
@@ -13,13 +13,13 @@
 // Codes     Both products read the raw codes by ldmatrix and decode them in registers to fp16, which has every e4m3
 //           number. Seen as 16-bit elements, ldmatrix.trans gives two columns of two keys in a word. Q is fp16 too,
 //           divided by a power of two for each head so that its largest element is within 2^14 … 2^15. A block's scale
-//           multiplies its share of S in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13 to
+//           multiplies its partial scores in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13 to
 //           2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, its
 //           blocks are decoded to bf16(fp32(code · scale)) in fp32, as the operator defines them, and multiplied as
 //           bf16. A NaN code makes the key's scores NaN
 // Entries   256 at a time. The rows of valid entries are listed in order, so all steps of a list but the last are full,
 //           and invalid entries cost no step. Rows past the last one are filled with zeros and masked
-// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
+// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,280 = 86,016 B
 //           registers: Q 20 + O 32 + ~70: 128, for two CTAs per SM; 16 heads of V4, and 32 heads: one. Hopper's SM
 //           has shared memory for both. An A100's, with 164 KB, has room for one CTA with 16 heads of V3.2 rows with
 //           RoPE, with 16 heads of bf16 rows, or with 8 heads of bf16 rows of d_qk 576

@@ -9,7 +9,7 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse. It
 // is at most 2^100, because it must fit in fp32: a largest |q| below 2^-86 stays below 2^14. If an element is infinite
-// or NaN, all finite ones fit in fp16, too. Some may become zeros, but scores are infinite or NaN whatever they are.
+// or NaN, all finite ones fit in fp16, too. Some may become zeros: the product with an infinite key is then NaN.
 struct QueryUnit {
   float down, up;
 };
@@ -110,11 +110,11 @@ HOPWELL_DEVICE bool is_exact_scale(float scale) {
 template <class Config>
 using ScoresOfWarp = float[Config::kHeadBlocks][4];
 
-// The share of a block of codes, exact scales. scale: of key `lane` of the step. Without scales the factor of codes
-// stays in the scores: kScoreUnit.
+// The partial scores of a block of codes, exact scales. scale: of key `lane` of the step. Without scales the factor of
+// codes stays in the scores: kScoreUnit.
 template <class Config>
 HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
-                                   const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
+                                   const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& partial) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), g = tile::fragment_row();
   uint32_t words[2][4];  // of chunks 0, 1 and 2, 3: keys g and g + 8 of the first, then of the second chunk
@@ -137,7 +137,7 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
     }
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j)
-      arch::mma_m16n8k16_fp16(Row::kHasScales ? products[chunk / Row::kChunksOfScale][j] : shares[j], a,
+      arch::mma_m16n8k16_fp16(Row::kHasScales ? products[chunk / Row::kChunksOfScale][j] : partial[j], a,
                               q.words[chunk][j]);
   }
   if constexpr (Row::kHasScales) {
@@ -147,8 +147,8 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
       const float factor = 1 / Config::Codes::kUnit * arch::shuffle(scale[i], key + 8 * row + g);
       HOPWELL_UNROLL
       for (int x = 0; x < 2 * Config::kHeadBlocks; ++x) {
-        float& share = shares[x / 2][2 * row + x % 2];
-        share = fmaf(products[i][x / 2][2 * row + x % 2], factor, share);
+        float& score = partial[x / 2][2 * row + x % 2];
+        score = fmaf(products[i][x / 2][2 * row + x % 2], factor, score);
       }
     }
   }
@@ -163,7 +163,7 @@ HOPWELL_DEVICE void even_odd_of_four(const bf16* at, uint32_t (&pairs)[2]) {
 // The same for any scales. Q is read again as bf16, because the kernel keeps it in registers as fp16.
 template <class Config>
 HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStorage<Config>& s, int stage, int key,
-                                          const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& shares) {
+                                          const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& partial) {
   using Row = typename Config::Row;
   const Work work(p, Config::kHeads);
   const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
@@ -191,8 +191,8 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float down = Query<Config>::unit_of(s, 8 * j + 2 * t + i).down;
-      shares[j][i] = fmaf(products[j][i], down, shares[j][i]);
-      shares[j][2 + i] = fmaf(products[j][2 + i], down, shares[j][2 + i]);
+      partial[j][i] = fmaf(products[j][i], down, partial[j][i]);
+      partial[j][2 + i] = fmaf(products[j][2 + i], down, partial[j][2 + i]);
     }
   }
 }
@@ -200,21 +200,21 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
 // A step of 16 columns of bf16, at byte `offset` of the rows.
 template <class Config>
 HOPWELL_DEVICE void multiply_plain(const SplitStorage<Config>& s, int stage, int key, int offset,
-                                   const uint32_t (&q)[Config::kHeadBlocks][2], ScoresOfWarp<Config>& shares) {
+                                   const uint32_t (&q)[Config::kHeadBlocks][2], ScoresOfWarp<Config>& partial) {
   uint32_t a[4];
   arch::ldmatrix(a, matrices_of_keys(s, stage, key, offset));
   HOPWELL_UNROLL
-  for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_bf16(shares[j], a, q[j]);
+  for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_bf16(partial[j], a, q[j]);
 }
 
 // 16 columns of RoPE. Rows that have codes there have no scales.
 template <class Config>
 HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int key, const Query<Config>& q,
-                                  ScoresOfWarp<Config>& shares) {
+                                  ScoresOfWarp<Config>& partial) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index();
   if constexpr (Row::kRopeIsPlain) {
-    multiply_plain(s, stage, key, Row::kRopeAt + 16 * warp, q.words[4], shares);
+    multiply_plain(s, stage, key, Row::kRopeAt + 16 * warp, q.words[4], partial);
   } else {
     uint32_t words[2];
     arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 8 * warp));
@@ -224,7 +224,7 @@ HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int 
     for (int row = 0; row < 2; ++row)
       if (Config::Codes::nan_bits(words[row]) & 0x80808080) a[row] = 0x7fff7fff;
     HOPWELL_UNROLL
-    for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_fp16(shares[j], a, q.words[4][j]);
+    for (int j = 0; j < Config::kHeadBlocks; ++j) arch::mma_m16n8k16_fp16(partial[j], a, q.words[4][j]);
   }
 }
 
@@ -244,7 +244,7 @@ HOPWELL_DEVICE bool load_scales(KeysOfSteps<Config>& s, int stage, float (&scale
   return arch::ballot(!exact) == 0;
 }
 
-// Writes this warp's share of the scores of a step. Returns whether the scales of its block are exact. In between the
+// Writes this warp's partial scores of a step. Returns whether the scales of its block are exact. In between the
 // copies of a later step start: all at once would fill the queue of the load-store unit.
 template <class Config>
 HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s, int stage, const Query<Config>& q,
@@ -259,25 +259,25 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
   HOPWELL_UNROLL
   for (int key = 0; key < Config::kKeys; key += 16) {
     copies.start(later, key / 16);
-    ScoresOfWarp<Config> shares = {};
+    ScoresOfWarp<Config> partial = {};
     if constexpr (Row::kHasRope)
-      if (warp % 2 == 0) multiply_rope(s, stage, key, q, shares);
+      if (warp % 2 == 0) multiply_rope(s, stage, key, q, partial);
     if (plain) {
       if constexpr (Row::kHasPlain) {
         HOPWELL_UNROLL
         for (int chunk = 0; chunk < 4; ++chunk)
-          multiply_plain(s, stage, key, Row::offset_of(warp) + 32 * chunk, q.words[chunk], shares);
+          multiply_plain(s, stage, key, Row::offset_of(warp) + 32 * chunk, q.words[chunk], partial);
       }
     } else if constexpr (Row::kHasCodes) {
       if (exact)
-        multiply_codes(s, stage, key, q, scale, shares);
+        multiply_codes(s, stage, key, q, scale, partial);
       else if constexpr (Row::kHasScales)
-        multiply_scaled_codes(p, s, stage, key, scale, shares);
+        multiply_scaled_codes(p, s, stage, key, scale, partial);
     }
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) s.scores[warp][8 * j + 2 * t + i % 2][key + g + i / 2 * 8] = shares[j][i];
+      for (int i = 0; i < 4; ++i) s.scores[warp][8 * j + 2 * t + i % 2][key + g + i / 2 * 8] = partial[j][i];
     }
   }
   return exact;
@@ -301,7 +301,7 @@ struct SoftmaxOfHead {
   }
 };
 
-// Adds the shares of a step's scores, each half of the columns by itself, and writes P and the head's row_scale.
+// Adds the partial scores of a step, each half of the columns by itself, and writes P and the head's row_scale.
 template <class Config>
 HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead<Config>& of) {
   constexpr int kKeysOfLane = Config::kHeadBlocks;

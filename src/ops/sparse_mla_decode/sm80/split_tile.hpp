@@ -34,7 +34,8 @@ struct SplitConfig {
   static constexpr float kScaleUnit = TheRows::kHasScales ? 0x1p8F : 1;  // factor of scales as fp16
 };
 
-// The factor of scores that is left for the softmax: that of decoded codes, where scales do not take it away.
+// The factor that the softmax removes from scores. Decoded codes are too large by kUnit. Where there are scales, the
+// products with them remove it.
 template <class Config>
 inline constexpr float kScoreUnit = Config::Row::kHasCodes && !Config::Row::kHasScales ? Config::Codes::kUnit : 1;
 
@@ -52,7 +53,7 @@ struct KeysOfSteps {
 
 template <class Config>
 struct SplitStorage : KeysOfSteps<Config> {
-  alignas(16) float scores[Config::kWarps][Config::kHeads][Config::kPitchS];  // shares of S
+  alignas(16) float scores[Config::kWarps][Config::kHeads][Config::kPitchS];  // partial ones
   alignas(16) uint16_t p[Config::kHeads][Config::kPitchP];
   float factors[Config::kHeads];                 // row_scale of a step; at the end the factor of the output
   float maxima[Config::kWarps][Config::kHeads];  // of |q| over a warp's columns
