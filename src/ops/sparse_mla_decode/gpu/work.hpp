@@ -6,17 +6,17 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// The query, the splits and the tile of heads of a CTA. Computed again where it is needed, to save registers.
+// The query, the splits and the tile of heads of a CTA. Computed again where they are needed, to save registers.
 struct Work {
   int query;
   int split, splits;  // the first one, and how many
   int first_head;
 
   // heads: of a tile. Without it first_head is 0.
-  HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0) {
-    const int tile = arch::block_index_anew() / p.ctas_of_query;
+  HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0, int block = arch::block_index()) {
+    const int tile = block / p.ctas_of_query;
     query = p.first_query + tile / p.head_tiles;
-    split = arch::block_index_anew() % p.ctas_of_query * p.splits_of_cta;
+    split = block % p.ctas_of_query * p.splits_of_cta;
     splits = p.splits - split < p.splits_of_cta ? p.splits - split : p.splits_of_cta;
     first_head = tile % p.head_tiles * heads;
   }

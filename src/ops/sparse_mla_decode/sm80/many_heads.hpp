@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& s = arch::dynamic_smem<ManyHeadsStorage<Config>>();
   OutputOfHeads<Config> out = {};
   QueryOfHalf<Config> q{};
-  Copies<Config> copies{p, s, 0, Entries(p, Work(p, Config::kHeads)).count};
+  Copies<Config> copies{p, s, 0, Entries(p, work_of<Config>(p)).count};
   q.load(p, s);  // in flight while the entries are listed
   auto next = copies.next_step(0);
   copies.start(next, 0), copies.start(next, 1);

@@ -133,7 +133,7 @@ HOPWELL_DEVICE void for_each_pair(const OutputOfHeads<Config>& out, const Store&
 template <class Config>
 HOPWELL_DEVICE void store_results(const SplitParams& p, ManyHeadsStorage<Config>& s, const Stats& stats,
                                   const OutputOfHeads<Config>& out) {
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const int thread = arch::thread_index_anew(), of_thread = thread / Config::kLanesOfHead;
   arch::syncthreads();  // before factors are written again
   if (thread % Config::kLanesOfHead == 0 && work.first_head + of_thread < p.h_q)
@@ -155,7 +155,7 @@ HOPWELL_DEVICE void store_results(const SplitParams& p, ManyHeadsStorage<Config>
 template <class Config>
 HOPWELL_DEVICE void store_partial(const SplitParams& p, const Stats& stats, const OutputOfHeads<Config>& out,
                                   bool empty) {
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const int64_t first = partial_row(p, work.query, work.split) + work.first_head;
   const int thread = arch::thread_index_anew(), of_thread = thread / Config::kLanesOfHead;
   if (thread % Config::kLanesOfHead == 0 && work.first_head + of_thread < p.h_q)

@@ -41,7 +41,7 @@ struct QueryOfHalf {
   HOPWELL_DEVICE void load(const SplitParams& p, ManyHeadsStorage<Config>& s) {
     const ScoresOfHeads of(arch::warp_index());
     const int g = tile::fragment_row(), t = tile::quad_lane();
-    const Work work(p, Config::kHeads);
+    const Work work = work_of<Config>(p);
     const bf16* of_query = query_of(p, work.query);
     uint32_t largest[2] = {0, 0};
     for_each_chunk(of, [&](uint32_t (&w)[4], int column, bool plain) {
@@ -145,7 +145,7 @@ HOPWELL_DEVICE void multiply_codes(const ManyHeadsStorage<Config>& s, int key, i
 template <class Config>
 HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const ManyHeadsStorage<Config>& s, int key, int block,
                                           PartialScores& partial) {
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const ScoresOfHeads of(WarpAndLane().warp);
   const int g = tile::fragment_row(WarpAndLane().lane), first_head = work.first_head + of.first_head + g;
   const bf16* at = query_of(p, work.query) + 64 * block + 4 * tile::quad_lane(WarpAndLane().lane);

@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   Output<Config> out = {};
   Query<Config> q{};
   float scale_log2 = 0;
-  Copies<Config> copies{p, s, 0, Entries(p, Work(p, Config::kHeads)).count};
+  Copies<Config> copies{p, s, 0, Entries(p, work_of<Config>(p)).count};
   const auto after = [](int stage) { return stage == Config::kStages - 1 ? 0 : stage + 1; };
-  q.load(p, s, Work(p, Config::kHeads));  // for rows of bf16 in flight while the entries are listed
+  q.load(p, s, work_of<Config>(p));  // for rows of bf16 in flight while the entries are listed
   // The steps before step 0 only start copies, so that the code for lists exists once.
   HOPWELL_NO_UNROLL
   for (int step = 1 - Config::kStages, stage = 0, free = 0; step < 0 || step < copies.steps; ++step) {

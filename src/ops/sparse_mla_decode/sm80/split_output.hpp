@@ -187,7 +187,7 @@ HOPWELL_DEVICE void for_each_output(const Output<Config>& out, const Store& stor
 template <class Config>
 HOPWELL_DEVICE void store_results(const SplitParams& p, SplitStorage<Config>& s, int head_of_lane, const Stats& stats,
                                   const Output<Config>& out) {
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const bool stores = arch::lane_index() % Config::kLanesOfHead == 0 && work.first_head + head_of_lane < p.h_q;
   if (stores) s.factors[head_of_lane] = finish_head(p, work.query, work.first_head + head_of_lane, stats, true);
   arch::syncthreads();
@@ -206,7 +206,7 @@ HOPWELL_DEVICE void store_results(const SplitParams& p, SplitStorage<Config>& s,
 template <class Config>
 HOPWELL_DEVICE void store_partial(const SplitParams& p, int head_of_lane, const Stats& stats, const Output<Config>& out,
                                   bool empty) {
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const int64_t first = partial_row(p, work.query, work.split) + work.first_head;
   const bool stores = arch::lane_index() % Config::kLanesOfHead == 0 && work.first_head + head_of_lane < p.h_q;
   if (stores) p.partial_stats[first + head_of_lane] = arch::bit_cast<arch::Words2>(stats);

@@ -165,7 +165,7 @@ template <class Config>
 HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStorage<Config>& s, int stage, int key,
                                           const float (&scale)[Config::Row::kScales], ScoresOfWarp<Config>& partial) {
   using Row = typename Config::Row;
-  const Work work(p, Config::kHeads);
+  const Work work = work_of<Config>(p);
   const int warp = arch::warp_index(), g = tile::fragment_row(), t = tile::quad_lane();
   const bf16* of_query = query_of(p, work.query);
   float products[Config::kHeadBlocks][4] = {};

@@ -39,6 +39,12 @@ struct SplitConfig {
 template <class Config>
 inline constexpr float kScoreUnit = Config::Row::kHasCodes && !Config::Row::kHasScales ? Config::Codes::kUnit : 1;
 
+// The work of a CTA. The compiler computes it again at each call, so that it needs no registers between calls.
+template <class Config>
+HOPWELL_DEVICE Work work_of(const SplitParams& p) {
+  return Work(p, Config::kHeads, arch::block_index_anew());
+}
+
 // Rows of the cache in shared memory, the list of those that are copied next, and their scales.
 template <class Config>
 struct KeysOfSteps {
@@ -77,7 +83,7 @@ struct Copies {
 
   // Lists the rows of the next kListed entries that are valid, in their order.
   HOPWELL_DEVICE void list() {
-    const Entries entries(p, Work(p, Config::kHeads));
+    const Entries entries(p, work_of<Config>(p));
     const int warp = arch::warp_index(), lane = arch::lane_index();
     const int entry = entries.entry(uint32_t(next + arch::thread_index()));
     const int slot = entries.slots.of(entry);
