@@ -1,7 +1,7 @@
 """How a module made of PyTorch refuses an argument."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +11,14 @@ from ._arrays import printable
 INTEGERS = torch.int32, torch.int64  # of entries, bounds, lengths and slots
 
 
-def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
+def require(holds: bool, function: str, argument: str, expected: str | Callable[[], str], got: object) -> None:
     """ValueError, which names the function, the argument, what was expected and what came, unless `holds`. Of a tensor
-    only dtype and shape are said: its numbers may be many, and on a GPU.
+    only dtype and shape are said: its numbers may be many, and on a GPU. `expected` is a function if it says sizes:
+    torch.compile would make a program for these sizes alone, because a string has them.
     """
     if not holds:
-        raise ValueError(f"{function}: {argument} must be {expected}; got {_described(got)}")
+        words = expected if isinstance(expected, str) else expected()
+        raise ValueError(f"{function}: {argument} must be {words}; got {_described(got)}")
 
 
 def _described(value: object) -> str:
@@ -26,16 +28,19 @@ def _described(value: object) -> str:
 def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | None) -> None:
     """The tensor must have these dimensions, those of a size that is not None with that size."""
     got = list(tensor.shape)
-    if len(got) == len(sizes) and all(size is None or size == n for n, size in zip(got, sizes.values(), strict=True)):
-        return  # torch.compile cannot make a string of sizes that it does not know
-    expected = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
-    require(False, function, argument, f"[{expected}]", got)
+    fits = len(got) == len(sizes) and all(
+        size is None or size == n for n, size in zip(got, sizes.values(), strict=True)
+    )
+
+    def expected() -> str:
+        return "[" + ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items()) + "]"
+
+    require(fits, function, argument, expected, got)
 
 
 def require_sizes(function: str, argument: str, tensor: Tensor, sizes: Sequence[int]) -> None:
     """The tensor must have just these sizes."""
-    if list(tensor.shape) != list(sizes):
-        require(False, function, argument, str(list(sizes)), list(tensor.shape))
+    require(list(tensor.shape) == list(sizes), function, argument, lambda: str(list(sizes)), list(tensor.shape))
 
 
 def require_one_device(function: str, **arguments: object) -> None:

@@ -140,12 +140,12 @@ def _check(
     batch, heads, s, d = query.shape
     fits = sparse_kv.ndim == 4 and sparse_kv.shape[1] in (1, heads)
     fits = fits and (sparse_kv.shape[0], sparse_kv.shape[3]) == (batch, d)
-    require(fits, _NAME, "sparse_kv", f"[{batch}, 1 or {heads}, entries, {d}]", sparse_kv)
+    require(fits, _NAME, "sparse_kv", lambda: f"[{batch}, 1 or {heads}, entries, {d}]", sparse_kv)
     require_sizes(_NAME, "local_kv", local_kv, (batch, sparse_kv.shape[1], s, d))
     for name, keys in (("local_kv", local_kv), ("sparse_kv", sparse_kv)):
         require(keys.dtype == query.dtype, _NAME, name, f"{query.dtype} like query", keys)
     fits = kv_indices.ndim == 3 and kv_indices.shape[:2] == (batch, s) and kv_indices.dtype in INTEGERS
-    require(fits, _NAME, "kv_indices", f"int32 or int64 [{batch}, {s}, topk]", kv_indices)
+    require(fits, _NAME, "kv_indices", lambda: f"int32 or int64 [{batch}, {s}, topk]", kv_indices)
     if attention_sink is not None:
         fits = attention_sink.shape == (heads,) and attention_sink.dtype in (query.dtype, torch.float32)
         require(fits, _NAME, "attention_sink", f"{query.dtype} or float32 [{heads}]", attention_sink)
