@@ -118,20 +118,20 @@ def test_the_size_of_the_device_does_not_change_bits(
         assert not out.isnan().any()
 
 
-@pytest.mark.skipif("emu:sm80" not in hopwell.backends("sparse_mla_decode"), reason="emu:sm80 is not built")
+@pytest.mark.parametrize("backend", [b for b in hopwell.backends("sparse_mla_decode") if b.startswith("emu:")])
 @pytest.mark.parametrize(("d", "row"), [(576, 656), (512, 656), (512, 584), (512, 528), (576, 576)])
 @pytest.mark.parametrize("keys_per_split", [64, 4096])
 def test_the_tile_of_heads_does_not_change_bits(
-    d: int, row: int, keys_per_split: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    backend: str, d: int, row: int, keys_per_split: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one multiprocessor emu:sm80 takes 64 heads at a time, on 400 it takes 32. Some rows need slower code."""
+    """On one multiprocessor sm80 takes 64 heads at a time, on 400 it takes 32. Some rows need slower code."""
     cache = mla_cache_append(random(rng, 160, d), torch.zeros(10, 16, row, dtype=torch.uint8), torch.arange(160))
     if row == 656:
         cache.view(160, 656)[::7, 512:528].view(torch.float32).mul_(1.37)  # no powers of two
     elif row != 576:
         cache[3, -1, -8:] = 0  # scales of 2^-127: of slot 63, or of some rows of the block
     q, indices = random(rng, 2, 61, d), integers(rng, -30, 190, 2, 150)
-    given: dict[str, Any] = {"keys_per_split": keys_per_split, "backend": "emu:sm80"}
+    given: dict[str, Any] = {"keys_per_split": keys_per_split, "backend": backend}
     monkeypatch.setenv("HOPWELL_EMULATOR_SMS", "1")
     out, lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, **given)
     for multiprocessors, heads in (("400", slice(0, 61)), ("1", slice(53, 61)), ("1", slice(9, 25))):
