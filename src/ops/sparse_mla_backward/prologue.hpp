@@ -59,7 +59,7 @@ HOPWELL_DEVICE int length_of(const int (&last_valid)[kWarps]) {
 
 // This lane's part of the dot product of 512 columns of two rows: the sum over its quad in one lane of each quad, 0 in
 // the others. By mma.sync, which multiplies all quads of x with all quads of y; the diagonal has the products of a quad
-// with itself. This and one exchange of all heads' sums take half of the instructions of multiplications by threads.
+// with itself. Multiplications by threads would take more instructions.
 HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2]) {
   float products[4] = {};  // rows of x and columns of y: fragment_row(). Rows 8 to 15 are zeros
   HOPWELL_UNROLL
@@ -121,12 +121,11 @@ HOPWELL_DEVICE float delta_of_heads(const HeadInputs<kHeads, kWarps>& inputs, in
   HOPWELL_UNROLL
   for (int i = 0; i < inputs.kRows; ++i)
     if (arch::warp_index() + kWarps * i < heads) sums[i] = dot(inputs.out[i], inputs.d_out[i]);
-  // Afterwards the lanes i, i + 8, i + 16 and i + 24 have parts of row i.
   const int lane = arch::lane_index();
   tile::share_sums(sums, 4, 4, lane & 4);
   tile::share_sums(sums, 2, 2, lane & 2);
   tile::share_sums(sums, 1, 1, lane & 1);
-  return tile::reduce<8, 16>(sums[0], tile::Plus{});
+  return tile::reduce<8, 16>(sums[0], tile::Plus{});  // over the lanes i, i + 8, i + 16 and i + 24, of row i
 }
 
 // Computes the values of each head. The delta of heads that see no key (lse = +inf) is 0.

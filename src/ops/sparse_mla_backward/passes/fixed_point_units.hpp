@@ -95,12 +95,12 @@ __global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_measure_keys(cons
 }
 
 struct BoundParams {
-  BoundedKeys keys[2];          // those that have entries: `parts`
+  BoundedKeys keys[2];          // the first `key_sets` of them have entries
   const bf16 *q, *out, *d_out;  // [s_q, h_q, d_qk], [s_q, h_q, 512] twice
   const float* lse;             // [s_q, h_q]
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h, lse_stride_s,
       lse_stride_h;  // elements
-  int parts, h_q, d_qk;
+  int key_sets, h_q, d_qk;
   float sm_scale;
 };
 
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_bound_entries(con
   arch::syncthreads();
   for (int w = 0; w < kPassWarps; ++w) bound.raise(warp_bounds[w]);
   HOPWELL_UNROLL
-  for (int part = 0; part < 2; ++part)
-    if (part < p.parts) bound_entries(p.keys[part], query, bound);
+  for (int i = 0; i < 2; ++i)
+    if (i < p.key_sets) bound_entries(p.keys[i], query, bound);
 }
 
 struct UnitParams {
@@ -225,7 +225,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
     const BoundedKeys keys = bounded_keys(plan, workspace, distribution, first);
     runtime::launch(kName, sparse_mla_bwd_measure_keys, shape_over_rows(distribution.s_kv, problem.device), stream,
                     keys);
-    if (distribution.topk > 0) bound.keys[bound.parts++] = keys;  // without entries nothing contributes
+    if (distribution.topk > 0) bound.keys[bound.key_sets++] = keys;  // without entries nothing contributes
   };
   measure_keys(distribution_problem(problem, plan, workspace), 0);
   if (problem.window) measure_keys(window_distribution_problem(problem, plan, workspace), problem.s_kv);
@@ -237,7 +237,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
   bound.lse_stride_s = problem.lse.stride[0], bound.lse_stride_h = problem.lse.stride[1];
   bound.h_q = static_cast<int>(problem.h_q), bound.d_qk = static_cast<int>(problem.d_qk);
   bound.sm_scale = problem.sm_scale;
-  if (bound.parts > 0)
+  if (bound.key_sets > 0)
     runtime::launch(kName, sparse_mla_bwd_bound_entries,
                     shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, bound);
   const UnitParams p{runtime::at_offset<float>(workspace, plan.workspace.scale),

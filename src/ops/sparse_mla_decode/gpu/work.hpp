@@ -12,7 +12,7 @@ struct Work {
   int split, splits;  // the first one, and how many
   int first_head;
 
-  // heads: of a tile. Without it first_head is 0.
+  // heads: of a tile. Without it first_head is 0. block: index of the CTA.
   HOPWELL_DEVICE explicit Work(const SplitParams& p, int heads = 0, int block = arch::block_index()) {
     const int tile = block / p.ctas_of_query;
     query = p.first_query + tile / p.head_tiles;
