@@ -34,7 +34,8 @@ struct Params {
   const float* scale;           // [s_kv], scale of the fixed point of a row
   float* attn;                  // [s_q, topk], added to, in the selection's order; or null
   uint32_t* progress;           // sum of the steps of all CTAs; or null: no throttling
-  float* sink_parts;            // [s_q, h_q]: contributions to d_sink; or null
+  const float* delta;           // [s_q, h_q]: Σ out · d_out, if the preprocess has computed it; or null
+  float* sink_parts;            // [s_q, h_q]: contributions to d_sink, each written after delta is read; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride_s, dkv_stride;
@@ -141,6 +142,7 @@ inline Params params_of(const Problem& problem, const Plan& plan, void* workspac
   if (plan.dkv_accum == DkvAccum::fixed_point) {
     p.fixed_dkv = runtime::at_offset<int64_t>(workspace, plan.workspace.dkv),
     p.scale = runtime::at_offset<float>(workspace, plan.workspace.scale);
+    p.delta = runtime::at_offset<float>(workspace, plan.workspace.delta);
   } else if (plan.dkv_accum != DkvAccum::none) {
     const bool output = plan.dkv_accum == DkvAccum::output;
     p.dkv = output ? problem.dkv.as<float>() : runtime::at_offset<float>(workspace, plan.workspace.dkv);

@@ -200,7 +200,7 @@ void lay_out(Plan& plan, const Problem& p) {
   }
   if (plan.dkv_accum == DkvAccum::fixed_point)
     w.scale = layout.reserve(4 * rows), w.largest = layout.reserve(4 * rows), w.count = layout.reserve(4 * rows);
-  if (p.d_sink) w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
+  if (p.d_sink || plan.dkv_accum == DkvAccum::fixed_point) w.delta = w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
   if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = layout.reserve(4 * p.s_q * p.topk);
   if (plan.orders_rows) w.lengths = layout.reserve(4 * p.s_q);
   if (plan.orders_rows && p.attn && !plan.distribution) w.sources = layout.reserve(2 * p.s_q * p.topk);

@@ -70,7 +70,8 @@ struct Workspace {
   std::size_t scale = 0, largest = 0, count = 0;   // [rows of dkv_accum]: the bounds of fixed-point sums
   std::size_t window_rows = 0, window_attn = 0;    // [s_q, window]: rows of window_kv and their attn, in the space
                                                    // of dkv_accum, before it is cleared
-  std::size_t sink_parts = 0;                      // [s_q, h_q]
+  std::size_t delta = 0, sink_parts = 0;           // [s_q, h_q], in the same place: delta of deterministic calls,
+                                                   // then the contributions to d_sink
   std::size_t rows = 0, sources = 0, lengths = 0;  // of sorted rows, see passes/order_rows.hpp
   MergedRowsPlace merged_rows;                     // of groups
   std::size_t progress = 0;                        // steps done by the CTAs, without and with groups

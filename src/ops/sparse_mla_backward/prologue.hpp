@@ -72,13 +72,19 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return of_diagonal == 0 ? products[0] : of_diagonal == 1 ? products[1] : 0;
 }
 
+// The sum over the lanes of a warp of their parts of one dot product, in the order in which delta_of_heads adds them.
+HOPWELL_DEVICE float sum_of_dot(float part) {
+  return tile::reduce<8, 16>(tile::reduce<4, 1>(part, tile::Plus{}), tile::Plus{});
+}
+
 // Inputs of a warp's heads. They are in flight until they are used. `out`, `d_out`: rows of the heads warp + kWarps ·
-// i; a lane has columns 8 lane and 256 + 8 lane, eight each. `lse`, `sink`: of the head warp + kWarps · lane.
+// i; a lane has columns 8 lane and 256 + 8 lane, eight each. They are not loaded if Params has delta. `lse`, `sink`,
+// `delta`: of the head warp + kWarps · lane.
 template <int kHeads, int kWarps>
 struct HeadInputs {
   static constexpr int kRows = (kHeads + kWarps - 1) / kWarps;
   arch::Words4 out[kRows][2], d_out[kRows][2];
-  float lse, sink;
+  float lse, sink, delta;
 };
 
 HOPWELL_DEVICE int heads_of_tile(const Params& p, const WorkTile& work, int most) {
@@ -105,10 +111,14 @@ HOPWELL_DEVICE void load_out(HeadInputs<kHeads, kWarps>& inputs, const Params& p
   const int head = work.first_head + row;
   inputs.lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] : INFINITY;
   inputs.sink = row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] : -INFINITY;
-  load_rows<kWarps>(inputs.out, work, heads, p.out, p.out_stride_s, p.out_stride_h);
+  if (p.delta)
+    inputs.delta = row < heads ? p.delta[int64_t{work.query} * p.h_q + head] : 0;
+  else
+    load_rows<kWarps>(inputs.out, work, heads, p.out, p.out_stride_s, p.out_stride_h);
 }
 template <int kHeads, int kWarps>
 HOPWELL_DEVICE void load_d_out(HeadInputs<kHeads, kWarps>& inputs, const Params& p, const WorkTile& work) {
+  if (p.delta) return;
   load_rows<kWarps>(inputs.d_out, work, heads_of_tile(p, work, kHeads), p.d_out, p.d_out_stride_s, p.d_out_stride_h);
 }
 
@@ -136,7 +146,7 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
   const int heads = heads_of_tile(p, work, kHeads), head = work.first_head + row;
   const float given_lse = inputs.lse, given_sink = inputs.sink;
   const float lse = given_lse * tile::kLog2E, sink = given_sink * tile::kLog2E;  // infinite, too, from 2.4e38 on
-  float delta = delta_of_heads(inputs, heads);
+  float delta = p.delta ? inputs.delta : delta_of_heads(inputs, heads);
   if (row < kHeads) {
     float kept = 1, shift = lse, taken = 0;
     if (given_lse == INFINITY) delta = 0;

@@ -26,8 +26,8 @@ LaunchPlan plan_launch(const Problem& problem, std::int64_t first_head, std::int
 // True if the heads after the last whole tile of 64 have a launch of their own, by the kernel for few heads.
 //
 //     heads    time of a query / time of a work tile of 64 heads    measured on
-//     1–16     0.69                                                 H200, s_q 4,096, topk 2,048, d_qk 576, 8 K keys
-//     17–32    0.85                                                 the same
+//     1–16     0.80                                                 H200, s_q 200 … 4,096, topk 2,048, d_qk 576, 8 K keys
+//     17–32    0.92                                                 the same
 //
 // A launch takes whole waves of CTAs. With more queries than SMs, a CTA of the kernel for few heads takes two queries
 // at once, and an odd last query, which runs alone, counts as two. With fewer, two launches are never predicted to pay.
@@ -44,7 +44,7 @@ bool divides_heads(const Problem& p) {
   const auto waves = [&p](std::int64_t work_tiles) {
     return static_cast<double>(tile::ceil_div(work_tiles, p.device.sms));
   };
-  const double pair_of_queries = 2 * (rest <= 16 ? 0.69 : 0.85);
+  const double pair_of_queries = 2 * (rest <= 16 ? 0.80 : 0.92);
   return waves(p.s_q * tiles) + pair_of_queries * waves(tile::ceil_div(p.s_q, 2)) < waves(p.s_q * (tiles + 1));
 }
 

@@ -9,7 +9,8 @@
 // no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
-//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row
+//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row. Writes
+//                                    delta for the main kernels, which then need not read out
 //     sparse_mla_bwd_choose_units    2^e
 //
 // Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index
@@ -17,24 +18,11 @@
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
+#include "ops/sparse_mla_backward/prologue.hpp"
 #include "tile/gpu/fixed_point.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
-
-// This lane's part of the dot product of 512 columns of two rows.
-HOPWELL_DEVICE float dot_of_lane(const bf16* x, const bf16* y) {
-  float sum = 0;
-  for (int chunk = arch::lane_index(); chunk < 512 / 8; chunk += 32) {
-    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
-      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
-    }
-  }
-  return sum;
-}
 
 // Largest magnitude and sum of squares of a row of bf16, for the bounds. Each lane of a warp has a partial result until
 // `reduce`.
@@ -98,6 +86,7 @@ struct BoundParams {
   BoundedKeys keys[2];          // the first `key_sets` of them have entries
   const bf16 *q, *out, *d_out;  // [s_q, h_q, d_qk], [s_q, h_q, 512] twice
   const float* lse;             // [s_q, h_q]
+  float* delta;                 // [s_q, h_q]
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h, lse_stride_s,
       lse_stride_h;  // elements
   int key_sets, h_q, d_qk;
@@ -114,18 +103,29 @@ struct QueryBound {
   }
 };
 
-// Contribution of one head of a query. Heads that see no key (lse = +inf) contribute nothing.
+// Contribution of one head of a query, by one warp, which also writes the head's delta. Heads that see no key (lse =
+// +inf) contribute nothing.
 HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head) {
-  if (p.lse[query * p.lse_stride_s + head * p.lse_stride_h] == INFINITY) return {};
-  const bf16* d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h;
-  Magnitude of_d_out = magnitude_of_lane(d_out, 512);
-  Magnitude of_q = magnitude_of_lane(p.q + query * p.q_stride_s + head * p.q_stride_h, p.d_qk);
-  float delta = dot_of_lane(p.out + query * p.out_stride_s + head * p.out_stride_h, d_out);
-  of_d_out.reduce();  // after all loads have been issued
-  of_q.reduce();
-  delta = tile::sum_of_warp(delta);
-  const float scale = fabsf(p.sm_scale) * of_q.largest();
-  const float a = of_d_out.largest() + scale * fabsf(delta), b = scale * of_d_out.norm();
+  float* const to = p.delta + query * p.h_q + head;
+  if (p.lse[query * p.lse_stride_s + head * p.lse_stride_h] == INFINITY) {
+    if (arch::lane_index() == 0) *to = 0;
+    return {};
+  }
+  const bf16 *of_out = p.out + query * p.out_stride_s + head * p.out_stride_h + 8 * arch::lane_index(),
+             *of_d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h + 8 * arch::lane_index();
+  arch::Words4 out[2], d_out[2];
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    out[half] = arch::load_streaming(of_out + 256 * half);
+    d_out[half] = arch::load_streaming(of_d_out + 256 * half);
+  }
+  Magnitude q = magnitude_of_lane(p.q + query * p.q_stride_s + head * p.q_stride_h, p.d_qk), d;
+  d.add(d_out[0]), d.add(d_out[1]);
+  q.reduce(), d.reduce();
+  const float delta = sum_of_dot(dot(out, d_out));
+  if (arch::lane_index() == 0) *to = delta;
+  const float scale = fabsf(p.sm_scale) * q.largest();
+  const float a = d.largest() + scale * fabsf(delta), b = scale * d.norm();
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
 }
 
@@ -216,10 +216,23 @@ inline BoundedKeys bounded_keys(const Plan& plan, void* workspace, const attenti
            runtime::at_offset<uint32_t>(workspace, plan.workspace.count) + first}};
 }
 
+inline BoundParams bound_params(const Problem& problem, const Plan& plan, void* workspace) {
+  BoundParams p{};
+  p.q = problem.q.as<const bf16>(), p.out = problem.out.as<const bf16>();
+  p.d_out = problem.d_out.as<const bf16>(), p.lse = problem.lse.as<const float>();
+  p.delta = runtime::at_offset<float>(workspace, plan.workspace.delta);
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
+  p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
+  p.sm_scale = problem.sm_scale;
+  return p;
+}
+
 inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  const std::int64_t rows = rows_of_dkv_accum(problem);
-  if (plan.dkv_accum != DkvAccum::fixed_point || rows == 0) return;
-  BoundParams bound{};
+  if (plan.dkv_accum != DkvAccum::fixed_point) return;
+  BoundParams bound = bound_params(problem, plan, workspace);
   const auto measure_keys = [&](const attention_distribution::Problem& distribution, std::int64_t first) {
     if (distribution.s_kv == 0) return;
     const BoundedKeys keys = bounded_keys(plan, workspace, distribution, first);
@@ -229,17 +242,10 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
   };
   measure_keys(distribution_problem(problem, plan, workspace), 0);
   if (problem.window) measure_keys(window_distribution_problem(problem, plan, workspace), problem.s_kv);
-  bound.q = problem.q.as<const bf16>(), bound.out = problem.out.as<const bf16>();
-  bound.d_out = problem.d_out.as<const bf16>(), bound.lse = problem.lse.as<const float>();
-  bound.q_stride_s = problem.q.stride[0], bound.q_stride_h = problem.q.stride[1];
-  bound.out_stride_s = problem.out.stride[0], bound.out_stride_h = problem.out.stride[1];
-  bound.d_out_stride_s = problem.d_out.stride[0], bound.d_out_stride_h = problem.d_out.stride[1];
-  bound.lse_stride_s = problem.lse.stride[0], bound.lse_stride_h = problem.lse.stride[1];
-  bound.h_q = static_cast<int>(problem.h_q), bound.d_qk = static_cast<int>(problem.d_qk);
-  bound.sm_scale = problem.sm_scale;
-  if (bound.key_sets > 0)
-    runtime::launch(kName, sparse_mla_bwd_bound_entries,
-                    shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, bound);
+  runtime::launch(kName, sparse_mla_bwd_bound_entries,
+                  shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, bound);
+  const std::int64_t rows = rows_of_dkv_accum(problem);
+  if (rows == 0) return;
   const UnitParams p{runtime::at_offset<float>(workspace, plan.workspace.scale),
                      {runtime::at_offset<uint32_t>(workspace, plan.workspace.largest),
                       runtime::at_offset<uint32_t>(workspace, plan.workspace.count)},

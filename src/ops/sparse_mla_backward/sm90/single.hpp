@@ -420,7 +420,7 @@ HOPWELL_DEVICE typename P::Entries prepare(const P& p, const HeadMaps& maps, Sha
   arch::fence_proxy_async();
   arch::syncthreads();
   if (maps.has_inputs) arch::mbarrier_wait(s.heads_full, 0);
-  read_d_out(inputs, s.d_out);
+  if (!p.delta) read_d_out(inputs, s.d_out);
   prepare_heads<kAttn, Config::kWarps>(p, s.heads, work, inputs);
   arch::syncthreads();
   return entries;
