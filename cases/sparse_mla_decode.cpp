@@ -425,8 +425,7 @@ Instance make(Random& random, const Decode& p, bool timed) {
 
 using Problems = std::vector<std::pair<std::string, Decode>>;
 
-// Tiles of 64 heads: several tiles of keys, partial ones too. On the emulator, which has four multiprocessors, sm80
-// takes tiles of 32 heads for two queries of rows with codes, and tiles of 64 for three or four.
+// Tiles of 64 heads: several tiles of keys, partial ones too.
 Problems problems_of_many_heads() {
   using Lens = Decode::Lens;
   Problems all;
@@ -437,24 +436,26 @@ Problems problems_of_many_heads() {
         std::tuple{"per_tensor_576", Rows::kPerTensor, 576, 50},
         std::tuple{"per_tensor_512", Rows::kPerTensor, 512, 64}})
     add(name, {.rows = rows,
+               .b = 1,
                .h_q = h_q,
                .d_qk = d,
-               .topk = 270,
+               .topk = 420,
                .blocks = 30,
                .topk_length = Lens::kQuery,
                .sink = Decode::Sink::kAny,
                .kv_scale = rows == Rows::kPerTensor ? 0.37F : 0,
                .scale_array = rows == Rows::kPerTensor,
                .q_size = rows == Rows::kPerTensor ? 1e-3 : 0.1});
-  add("v4_many_tiles", {.rows = Rows::kV4, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
+  add("v4_many_tiles", {.rows = Rows::kV4, .b = 1, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
   add("bf16_splits", {.b = 1, .h_q = 64, .topk = 420, .blocks = 30, .keys_per_split = 320});
   add("bf16_512_two_caches", {.b = 1, .h_q = 33, .d_qk = 512, .topk = 200, .extra_topk = 70});
   add("rope_cache_splits", {.b = 1, .h_q = 50, .topk = 300, .blocks = 30, .keys_per_split = 256, .rope_cache = true});
-  add("v32_some_scales", {.rows = Rows::kV32, .h_q = 33, .topk = 150, .blocks = 30, .scales = Decode::Scales::kSome});
-  add("v32_any_scales", {.rows = Rows::kV32, .h_q = 33, .scales = Decode::Scales::kAny});
-  add("v4_any_scales", {.rows = Rows::kV4, .h_q = 33, .d_qk = 512, .scales = Decode::Scales::kAny});
+  add("v32_some_scales",
+      {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
+  add("v32_any_scales", {.rows = Rows::kV32, .b = 1, .h_q = 33, .scales = Decode::Scales::kAny});
+  add("v4_any_scales", {.rows = Rows::kV4, .b = 1, .h_q = 33, .d_qk = 512, .scales = Decode::Scales::kAny});
   add("v41_some_scales",
-      {.rows = Rows::kV41, .h_q = 33, .d_qk = 512, .topk = 150, .blocks = 30, .scales = Decode::Scales::kSome});
+      {.rows = Rows::kV41, .b = 1, .h_q = 33, .d_qk = 512, .topk = 300, .blocks = 30, .scales = Decode::Scales::kSome});
   add("v32_nan_code", {.rows = Rows::kV32, .b = 2, .h_q = 40, .planted_nan = true});
   add("v4_nan_scale_splits",
       {.rows = Rows::kV4, .b = 2, .h_q = 40, .d_qk = 512, .topk = 130, .keys_per_split = 64, .nan_scale = true});
@@ -480,9 +481,10 @@ Problems problems_of_many_heads() {
                      .max_blocks = 6,
                      .context_lens = Lens::kSequence});
   add("v32_strided", {.rows = Rows::kV32, .b = 1, .q_len = 3, .h_q = 40, .out_fp32 = true, .strided = true});
-  add("v32_unaligned_q", {.rows = Rows::kV32, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2, .out_gap = 2});
-  add("v32_large_scores", {.rows = Rows::kV32, .h_q = 33, .topk = 120, .q_size = 100});
-  add("v32_negative_scale", {.rows = Rows::kV32, .h_q = 33, .topk = 100, .sm_scale = -0.5F});
+  add("v32_unaligned_q",
+      {.rows = Rows::kV32, .b = 1, .h_q = 40, .d_qk = 512, .strided = true, .strides_gap = 2, .out_gap = 2});
+  add("v32_large_scores", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 200, .q_size = 100});
+  add("v32_negative_scale", {.rows = Rows::kV32, .b = 1, .h_q = 33, .topk = 130, .sm_scale = -0.5F});
   return all;
 }
 
@@ -717,13 +719,6 @@ Suite sparse_mla_decode() {
        4,
        9,
        "ops/sparse_mla_decode/"},
-      // Its kernel for 64 heads.
-      {"sparse_mla_decode_many_heads_sm80",
-       "emu:sm80",
-       {"many_heads_v32_nan_code", "many_heads_v4_nan_scale_splits", "many_heads_per_tensor_576"},
-       2,
-       8,
-       "ops/sparse_mla_decode/sm80/many_heads"},
       // The kernel for few heads: the same, with and without splits.
       {"sparse_mla_decode_few_heads_sm90",
        "emu:sm90",

@@ -122,9 +122,9 @@ def test_the_size_of_the_device_does_not_change_bits(
 @pytest.mark.parametrize(("d", "row"), [(576, 656), (512, 656), (512, 584), (512, 528), (576, 576)])
 @pytest.mark.parametrize("keys_per_split", [64, 4096])
 def test_the_tile_of_heads_does_not_change_bits(
-    backend: str, d: int, row: int, keys_per_split: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    backend: str, d: int, row: int, keys_per_split: int, rng: np.random.Generator
 ) -> None:
-    """On one multiprocessor sm80 takes 64 heads at a time, on 400 it takes 32. Some rows need slower code."""
+    """61 heads against 32, 16 and 8 of them, which have other kernels. Some rows need slower code."""
     cache = mla_cache_append(random(rng, 160, d), torch.zeros(10, 16, row, dtype=torch.uint8), torch.arange(160))
     if row == 656:
         cache.view(160, 656)[::7, 512:528].view(torch.float32).mul_(1.37)  # no powers of two
@@ -132,10 +132,8 @@ def test_the_tile_of_heads_does_not_change_bits(
         cache[3, -1, -8:] = 0  # scales of 2^-127: of slot 63, or of some rows of the block
     q, indices = random(rng, 2, 61, d), integers(rng, -30, 190, 2, 150)
     given: dict[str, Any] = {"keys_per_split": keys_per_split, "backend": backend}
-    monkeypatch.setenv("HOPWELL_EMULATOR_SMS", "1")
     out, lse = hopwell.sparse_mla_decode(q, cache, indices, SCALE, **given)
-    for multiprocessors, heads in (("400", slice(0, 61)), ("1", slice(53, 61)), ("1", slice(9, 25))):
-        monkeypatch.setenv("HOPWELL_EMULATOR_SMS", multiprocessors)
+    for heads in (slice(20, 52), slice(9, 25), slice(53, 61)):
         of_some, lse_of_some = hopwell.sparse_mla_decode(q[:, heads], cache, indices, SCALE, **given)
         assert same_bits(of_some, out[:, heads])
         assert same_bits(lse_of_some, lse[:, heads])

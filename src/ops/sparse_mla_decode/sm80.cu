@@ -1,7 +1,5 @@
 // sparse_mla_decode for any NVIDIA GPU from Ampere on: the forward's kernel over rows of bf16 in one paged cache
-// without splits, or a split kernel: of up to 32 heads (sm80/split.hpp), or of 64 (sm80/many_heads.hpp).
-#include <cmath>
-
+// without splits, or the split kernel (sm80/split.hpp).
 #include "ops/sparse_mla_decode/gpu/launch.hpp"
 #include "ops/sparse_mla_decode/paged.hpp"
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
@@ -17,30 +15,9 @@ struct Plan {
 
 bool forward_supports(const Problem& p) { return tile::rows_aligned(p.q, 3) && p.keys.cache.aligned(16); }
 
-// Heads of a tile. For codes and more than 32 heads it is 32 or 64, whichever takes less time. A CTA has a
-// multiprocessor for itself:
-//
-//     heads of a tile    time of a CTA    measured on
-//     32                 3                counted for equal splits, not measured
-//     64                 5                the same
-int heads_of_tile(const Problem& p, std::int64_t splits) {
-  if (p.h_q <= 8) return 8;
-  if (p.h_q <= 16 || !p.format) return 16;
-  if (p.h_q <= 32) return 32;
-  const auto waves = [&](std::int64_t heads) {
-    const std::int64_t tiles = splits * tile::ceil_div(p.h_q, heads);  // of a query
-    return std::ceil(static_cast<double>(p.b * p.q_len) * static_cast<double>(tiles) / p.device.sms);
-  };
-  return 5 * waves(64) < 3 * waves(32) ? 64 : 32;
-}
-
-HeadsOfTile kernel_for(const Problem& p, std::int64_t splits) {
-  const int heads = heads_of_tile(p, splits);
-  return {heads, with_rows_of(p, [&]<class Rows>(Rows) {
-            if constexpr (Rows::kHasCodes)
-              if (heads == 64) return many_heads_kernel<Rows>();
-            return split_kernel<Rows>(heads);
-          })};
+HeadsOfTile kernel_for(const Problem& p) {
+  const int heads = p.h_q <= 8 ? 8 : p.h_q <= 16 || !p.format ? 16 : 32;
+  return {heads, with_rows_of(p, [&]<class Rows>(Rows) { return split_kernel<Rows>(heads); })};
 }
 
 runtime::PlanOr<Plan> plan(const Problem& p) {

@@ -24,7 +24,7 @@ std::optional<ForwardPlan> plan_forward(const Problem& p) {
   return ForwardPlan{*problem, forward::plan_of(*problem)};
 }
 
-HeadsOfTile kernel_for(const Problem& p, std::int64_t /*splits*/) {
+HeadsOfTile kernel_for(const Problem& p) {
   const int heads = p.h_q <= 8 ? 8 : p.h_q <= 16 ? 16 : 64;
   return {heads, with_rows_of(p, [&]<class Rows>(Rows) {
             return heads == 64 ? many_heads_kernel<Rows>() : few_heads_kernel<Rows>(heads);

@@ -27,7 +27,7 @@ SplitKernel split_kernel(int heads);
 template <class RowsOfFormat>
 SplitKernel few_heads_kernel(int heads);
 
-// A backend's kernel for tiles of 64 heads. Ampere's is for rows with codes.
+// Hopper's kernel for tiles of 64 heads.
 template <class RowsOfFormat>
 SplitKernel many_heads_kernel();
 

@@ -64,9 +64,8 @@ struct HeadsOfTile {
   SplitKernel kernel;
 };
 
-// kernel_for: the backend's choice, from the problem and the number of splits of a query.
-inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p,
-                                              HeadsOfTile (*kernel_for)(const Problem&, std::int64_t)) {
+// kernel_for: the backend's choice.
+inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*kernel_for)(const Problem&)) {
   using runtime::Unsupported;
   if (const char* reason = unsupported_by_splits(p)) return Unsupported{reason};
   SplitPlan plan;
@@ -76,7 +75,7 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p,
   };
   plan.splits_of_keys = std::max<std::int64_t>(splits_of(p.keys), 1);
   plan.splits = plan.splits_of_keys + (p.extra ? splits_of(*p.extra) : 0);
-  const HeadsOfTile tile = kernel_for(p, plan.splits);
+  const HeadsOfTile tile = kernel_for(p);
   plan.heads = tile.heads, plan.kernel = tile.kernel;
   plan.head_tiles = tile::ceil_div(p.h_q, plan.heads);
   const std::int64_t queries = p.b * p.q_len;

@@ -1,11 +1,8 @@
-#include "ops/sparse_mla_decode/sm80/many_heads.hpp"
 #include "ops/sparse_mla_decode/sm80/split.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 template SplitKernel split_kernel<RowsPerTensor<576>>(int);
 template SplitKernel split_kernel<RowsPerTensor<512>>(int);
-template SplitKernel many_heads_kernel<RowsPerTensor<576>>();
-template SplitKernel many_heads_kernel<RowsPerTensor<512>>();
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET

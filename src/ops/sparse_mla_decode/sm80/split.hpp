@@ -3,9 +3,9 @@
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ        keys and output columns are the 16 rows of a product, heads its 8 columns
 //
 // Tile      one query, 8 or 16 heads, or 32 for rows with codes, one split of its entries; 32 keys per step
-// Roles     eight warps. K: warp w has columns 64 w to 64 w + 63 of all keys, and warps 0, 2, 4 and 6 have 16 columns
-//           of RoPE each. Every warp writes partial scores. Softmax: a warp has one, two or four heads, and adds the
-//           scores of warps 0 to 3 and of warps 4 to 7, then both. Output: warp w has columns 64 w to 64 w + 63
+// Roles     eight warps. K: warp w has columns 64 w to 64 w + 63 of all keys, and warps 0 to 3 have 16 columns of RoPE
+//           each. Every warp writes partial scores. Softmax: a warp has one, two or four heads, and adds the scores of
+//           the eight warps in order. Output: warp w has columns 64 w to 64 w + 63
 // Timeline  step     0                                                  1
 //           copies   keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  keys 3 ▓▓▓▓ …      half before each half of S
 //           warps    wait 0 │ S ▓▓▓▓▓ │ softmax ▓ │ O += P V ▓▓▓▓▓     │ wait 1 │ S …

@@ -51,15 +51,15 @@ HOPWELL_DEVICE void load_p(const SplitStorage<Config>& s, int key, uint32_t (&b)
   }
 }
 
-// Two numbers of P as bf16, times `unit`.
-HOPWELL_DEVICE uint32_t bf16_of_p(uint32_t fp16_pair, float unit) {
-  return arch::pack_bf16(arch::to_float(arch::fp16{uint16_t(fp16_pair)}) * unit,
-                         arch::to_float(arch::fp16{uint16_t(fp16_pair >> 16)}) * unit);
-}
+// P as bf16, times `unit`.
 template <class Config>
 HOPWELL_DEVICE void convert_p(uint32_t (&b)[Config::kHeadBlocks][2], float unit) {
   HOPWELL_UNROLL
-  for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) b[n / 2][n % 2] = bf16_of_p(b[n / 2][n % 2], unit);
+  for (int n = 0; n < 2 * Config::kHeadBlocks; ++n) {
+    uint32_t& word = b[n / 2][n % 2];
+    word = arch::pack_bf16(arch::to_float(arch::fp16{uint16_t(word)}) * unit,
+                           arch::to_float(arch::fp16{uint16_t(word >> 16)}) * unit);
+  }
 }
 
 // Factor by which the output of a block is too large: the factor of fp16 scales times the factor of decoded codes.

@@ -19,8 +19,7 @@ HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
-// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or, if the warp's number
-// is even, of RoPE.
+// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or of RoPE.
 template <class Config>
 struct Query {
   using Row = typename Config::Row;
@@ -29,8 +28,8 @@ struct Query {
   // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a
   // lane has columns 4 t to 4 t + 3.
   static HOPWELL_DEVICE bool is_plain(int warp, int step) { return step < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain; }
-  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 8 * warp; }
-  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp % 2 == 0; }
+  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 16 * warp; }
+  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp < 4; }
 
   // Loads unconverted bf16, and writes the largest |q| of the warp's columns.
   HOPWELL_DEVICE void load(const SplitParams& p, SplitStorage<Config>& s, const Work& work) {
@@ -154,12 +153,6 @@ HOPWELL_DEVICE void multiply_codes(const SplitStorage<Config>& s, int stage, int
   }
 }
 
-// Elements 0 and 2 of four, and elements 1 and 3: the order of codes in products.
-HOPWELL_DEVICE void even_odd_of_four(const bf16* at, uint32_t (&pairs)[2]) {
-  const uint32_t low = *reinterpret_cast<const uint32_t*>(at), high = *reinterpret_cast<const uint32_t*>(at + 2);
-  pairs[0] = arch::permute_bytes<0x5410>(low, high), pairs[1] = arch::permute_bytes<0x7632>(low, high);
-}
-
 // The same for any scales. Q is read again as bf16, because the kernel keeps it in registers as fp16.
 template <class Config>
 HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStorage<Config>& s, int stage, int key,
@@ -176,13 +169,16 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
     float scale_of_chunk = scale[0];
     if constexpr (Row::kScales > 1) scale_of_chunk = chunk < Row::kChunksOfScale ? scale[0] : scale[1];
     const float low = arch::shuffle(scale_of_chunk, key + g), high = arch::shuffle(scale_of_chunk, key + 8 + g);
-    const uint32_t a[4] = {scaled_codes(words[0], 0, 2, low, low), scaled_codes(words[1], 0, 2, high, high),
-                           scaled_codes(words[0], 1, 3, low, low), scaled_codes(words[1], 1, 3, high, high)};
+    const uint32_t a[4] = {scaled_codes(words[0], 0, 1, low, low), scaled_codes(words[1], 0, 1, high, high),
+                           scaled_codes(words[0], 2, 3, low, low), scaled_codes(words[1], 2, 3, high, high)};
     HOPWELL_UNROLL
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       const int head = work.first_head + 8 * j + g;
       uint32_t b[2] = {0, 0};
-      if (head < p.h_q) even_odd_of_four(of_query + head * p.q_stride[2] + 64 * warp + 16 * chunk + 4 * t, b);
+      if (head < p.h_q) {
+        const bf16* at = of_query + head * p.q_stride[2] + 64 * warp + 16 * chunk + 4 * t;
+        b[0] = *reinterpret_cast<const uint32_t*>(at), b[1] = *reinterpret_cast<const uint32_t*>(at + 2);
+      }
       arch::mma_m16n8k16_bf16(products[j], a, b);
     }
   }
@@ -214,10 +210,10 @@ HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int 
   using Row = typename Config::Row;
   const int warp = arch::warp_index();
   if constexpr (Row::kRopeIsPlain) {
-    multiply_plain(s, stage, key, Row::kRopeAt + 16 * warp, q.words[4], partial);
+    multiply_plain(s, stage, key, Row::kRopeAt + 32 * warp, q.words[4], partial);
   } else {
     uint32_t words[2];
-    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 8 * warp));
+    arch::ldmatrix(words, matrices_of_keys(s, stage, key, Row::kRopeAt + 16 * warp));
     const tile::CodePairs low = Config::Codes::even_odd(words[0]), high = Config::Codes::even_odd(words[1]);
     uint32_t a[4] = {low.first, high.first, low.second, high.second};
     HOPWELL_UNROLL
@@ -231,7 +227,7 @@ HOPWELL_DEVICE void multiply_rope(const SplitStorage<Config>& s, int stage, int 
 // Loads the scales of this warp's block, key `lane`, and writes them as factors of P. Returns whether the scales of all
 // valid keys are exact. Other rows are zeros, so their scales are 0 as fp16, but a byte of 0 is the scale 2^-127.
 template <class Config>
-HOPWELL_DEVICE bool load_scales(KeysOfSteps<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
+HOPWELL_DEVICE bool load_scales(SplitStorage<Config>& s, int stage, float (&scale)[Config::Row::kScales]) {
   using Row = typename Config::Row;
   const int warp = arch::warp_index(), lane = arch::lane_index();
   bool exact = true;
@@ -261,7 +257,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
     copies.start(later, key / 16);
     ScoresOfWarp<Config> partial = {};
     if constexpr (Row::kHasRope)
-      if (warp % 2 == 0) multiply_rope(s, stage, key, q, partial);
+      if (warp < 4) multiply_rope(s, stage, key, q, partial);
     if (plain) {
       if constexpr (Row::kHasPlain) {
         HOPWELL_UNROLL
@@ -301,20 +297,20 @@ struct SoftmaxOfHead {
   }
 };
 
-// Adds the partial scores of a step, each half of the columns by itself, and writes P and the head's row_scale.
+// Adds the partial scores of a step, and writes P and the head's row_scale.
 template <class Config>
 HOPWELL_DEVICE void softmax(SplitStorage<Config>& s, int stage, float scale_log2, SoftmaxOfHead<Config>& of) {
   constexpr int kKeysOfLane = Config::kHeadBlocks;
   const int key = arch::lane_index() % Config::kLanesOfHead * kKeysOfLane;
-  float halves[2][kKeysOfLane] = {}, x[kKeysOfLane], maximum = -INFINITY;
+  float x[kKeysOfLane] = {}, maximum = -INFINITY;
   HOPWELL_UNROLL
   for (int w = 0; w < Config::kWarps; ++w) {
     HOPWELL_UNROLL
-    for (int i = 0; i < kKeysOfLane; ++i) halves[w / 4][i] += s.scores[w][of.head][key + i];
+    for (int i = 0; i < kKeysOfLane; ++i) x[i] += s.scores[w][of.head][key + i];
   }
   HOPWELL_UNROLL
   for (int i = 0; i < kKeysOfLane; ++i) {
-    x[i] = key + i < s.keys[stage] ? (halves[0][i] + halves[1][i]) * of.up * scale_log2 : -INFINITY;
+    x[i] = key + i < s.keys[stage] ? x[i] * of.up * scale_log2 : -INFINITY;
     maximum = fmaxf(maximum, x[i]);
   }
   maximum = tile::reduce<1, Config::kLanesOfHead / 2>(maximum, tile::Larger{});

@@ -45,24 +45,20 @@ HOPWELL_DEVICE Work work_of(const SplitParams& p) {
   return Work(p, Config::kHeads, arch::block_index_anew());
 }
 
-// Rows of the cache in shared memory, the list of those that are copied next, and their scales.
+// Rows of the cache, the list of those that are copied next, their scales, and scores.
 template <class Config>
-struct KeysOfSteps {
+struct SplitStorage {
   using Row = typename Config::Row;
   alignas(128) unsigned char stages[Config::kStages][Config::kStageBytes];
+  alignas(16) float scores[Config::kWarps][Config::kHeads][Config::kPitchS];  // partial ones
+  alignas(16) uint16_t p[Config::kHeads][Config::kPitchP];
   alignas(16) uint16_t scales[Config::kWarps][Row::kScales][Config::kKeys];  // of each warp's block, fp16
   const unsigned char* rows[Config::kListed];
   const unsigned char* second[RowAddress<Row>::kHasSecond ? Config::kListed : 1];
-  int counts[Config::kWarps];  // valid entries that each warp has listed
-  int keys[Config::kStages];   // of a stage that are valid
-};
-
-template <class Config>
-struct SplitStorage : KeysOfSteps<Config> {
-  alignas(16) float scores[Config::kWarps][Config::kHeads][Config::kPitchS];  // partial ones
-  alignas(16) uint16_t p[Config::kHeads][Config::kPitchP];
   float factors[Config::kHeads];                 // row_scale of a step; at the end the factor of the output
   float maxima[Config::kWarps][Config::kHeads];  // of |q| over a warp's columns
+  int counts[Config::kWarps];                    // valid entries that each warp has listed
+  int keys[Config::kStages];                     // of a stage that are valid
 };
 
 // ---- copies of rows -------------------------------------------------------------------------------------------------
@@ -74,7 +70,7 @@ struct Copies {
   static constexpr int kThreadsOfRow = 16, kRowsAtOnce = Config::kThreads / kThreadsOfRow;
 
   const SplitParams& p;
-  KeysOfSteps<Config>& s;
+  SplitStorage<Config>& s;
   int next = 0;    // entry that is listed next
   int count;       // entries
   int listed = 0;  // rows in the list

@@ -1,11 +1,8 @@
-#include "ops/sparse_mla_decode/sm80/many_heads.hpp"
 #include "ops/sparse_mla_decode/sm80/split.hpp"
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 template SplitKernel split_kernel<RowsV4>(int);
 template SplitKernel split_kernel<RowsV41>(int);
-template SplitKernel many_heads_kernel<RowsV4>();
-template SplitKernel many_heads_kernel<RowsV41>();
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
