@@ -26,7 +26,7 @@ struct BackwardParams {
   T *d_kv, *d_gate;   // [s, w], or null
   float* planes;      // [planes, ratio, w]; null: no d_position_bias
   int64_t d_out_stride, d_kv_stride, d_gate_stride;
-  int key_tiles, key_tile_rows;
+  KeyTiles key_tiles;
   bool d_out_is_bf16, d_out_aligned, gradients_aligned;
 };
 
@@ -94,18 +94,18 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
   }
 }
 
-// Adds the sums of a CTA's rows and writes them to its plane.
+// Adds the sums of a CTA's rows and writes them to its plane. The rows share out the entries.
 template <class T, class F>
 HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage<T>& s) {
   const Shape& shape = sums.o.shape;
   arch::syncthreads();
-  if (sums.thread.row != 0) return;
-  for (int e = 0; e < F::entries; ++e) {
+  const int first = arch::thread_index() - (sums.thread.row << shape.vector_bits);  // the thread of row 0
+  for (int e = sums.thread.row; e < F::entries; e += shape.rows()) {
     Float4* to = sums.in_plane(0, e);
     if (to == nullptr) continue;
     Float4 total{};
     for (int row = 0; row < shape.rows(); ++row) {
-      const Float4& of_row = s.sums[e][arch::thread_index() + (row << shape.vector_bits)];
+      const Float4& of_row = s.sums[e][first + (row << shape.vector_bits)];
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns; ++i) total.x[i] += of_row.x[i];
     }
@@ -165,36 +165,24 @@ HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partial
   pool.divide();
 }
 
-// The windows of a key tile whose threads have one batch of entries: the next window is copied while one is computed.
+// The windows of a key tile whose threads have one batch of entries.
 template <class T, class F>
 HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int first, int end, const Thread& thread,
                                      BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
   const Operands<T>& o = p.operands;
-  const auto window_of = [&](int row) { return row < end ? o.blocks.window(row) : Window{}; };
   const Bias<T, F> bias(o, thread);
-  int row = first + thread.row;
-  Window window = window_of(row);
-  Entries<T, F>::copy(o, window, thread, 0, s.stages[0]);
-  HOPWELL_NO_UNROLL
-  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
-    const Window next = window_of(row + o.shape.rows());
-    Entries<T, F>::copy(o, next, thread, 0, s.stages[(step + 1) % 2]);
-    const bool any = window.made && thread.column < o.d;
-    arch::cp_async_wait<1>();
-    Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2], bias);
+  const auto store = [&](Entries<T, F>& entries, const Window& window, int row) {
     Pool pool;
     pool.add(entries);
     const Pool own = pool;
     complete(o, pool, s.partials);
-    if (any) {
-      float d_out[kColumns];
-      load_d_out(p, row, thread, d_out);
-      weigh_d_out(pool, own.max, d_out);
-      store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
-    }
-    window = next, row += o.shape.rows();
-  }
-  arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
+    if (!window.made || thread.column >= o.d) return;
+    float d_out[kColumns];
+    load_d_out(p, row, thread, d_out);
+    weigh_d_out(pool, own.max, d_out);
+    store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+  };
+  for_each_window<F>(o, first, end, thread, s.stages, bias, store);
 }
 
 // The windows of a key tile whose threads have several batches of entries, which are copied twice.
@@ -240,13 +228,13 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
   const auto [key_tile, slab, unused] = arch::block_index_3d();
-  if (key_tile >= p.key_tiles) {
-    if (slab == 0) clear_unused(p, int64_t{key_tile - p.key_tiles} * Config::kThreads);
+  if (key_tile >= p.key_tiles.count) {
+    if (slab == 0) clear_unused(p, (key_tile - p.key_tiles.count) * Config::kThreads);
     return;
   }
   const Thread thread(o.shape, slab);
   const BiasSums<T, F> sums(p, thread, key_tile, s);
-  const int64_t first = key_tile * int64_t{p.key_tile_rows}, end = std::min(first + p.key_tile_rows, o.blocks.n);
+  const int64_t first = key_tile * p.key_tiles.rows, end = std::min(first + p.key_tiles.rows, o.blocks.n);
   if (F::exact || o.shape.batches == 1)
     process_key_tile(p, int(first), int(end), thread, s, sums);
   else
@@ -254,42 +242,48 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
 }
 
+constexpr int kPlanesAtOnce = 4;  // whose loads a thread of kv_compress_sum_planes has in flight
+
 struct SumParams {
   const float* planes;  // [count, rows, w]
   float* out;           // [rows, w]
   int64_t count, out_stride;
   int rows, w;
+  int parts;  // of the threads: a power of two. Threads of different parts have the same columns
 };
 
-// d_position_bias: a CTA adds 32 columns. Each warp adds a range of planes, then warp 0 adds the warps' sums in order.
+HOPWELL_DEVICE void add(Float4& sum, const Float4& x) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < kColumns; ++i) sum.x[i] += x.x[i];
+}
+
+// d_position_bias. Each part of a CTA's threads adds a range of planes. Then the first part adds all parts in order.
 __global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const __grid_constant__ SumParams p) {
-  constexpr int kWarps = Config::kThreads / 32, kUnroll = 8;
-  struct Storage {
-    float sums[kWarps][32];
-  };
-  auto& s = arch::dynamic_smem<Storage>();
+  auto& sums = arch::dynamic_smem<Float4[Config::kThreads]>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
-  const int64_t size = int64_t{p.rows} * p.w, at = int64_t{arch::block_index()} * 32 + arch::lane_index();
-  const int warp = arch::warp_index();
-  float sum = 0;
+  const int thread = arch::thread_index(), vectors = Config::kThreads / p.parts, part = thread / vectors;
+  const int64_t size = int64_t{p.rows} * p.w,
+                at = (int64_t{arch::block_index()} * vectors + thread % vectors) * kColumns;
+  Float4 sum{};
   if (at < size) {
-    const int64_t first = warp * p.count / kWarps, end = (warp + 1) * p.count / kWarps;
-    for (int64_t plane = first; plane < end; plane += kUnroll) {
-      float x[kUnroll];
+    const int64_t end = (part + 1) * p.count / p.parts;
+    for (int64_t plane = part * p.count / p.parts; plane < end; plane += kPlanesAtOnce) {
+      Float4 x[kPlanesAtOnce];
       HOPWELL_UNROLL
-      for (int i = 0; i < kUnroll; ++i) x[i] = plane + i < end ? p.planes[(plane + i) * size + at] : 0.F;
+      for (int i = 0; i < kPlanesAtOnce; ++i)
+        x[i] = plane + i < end ? arch::load_vector<Float4>(p.planes + (plane + i) * size + at) : Float4{};
       HOPWELL_UNROLL
-      for (int i = 0; i < kUnroll; ++i) sum += x[i];
+      for (int i = 0; i < kPlanesAtOnce; ++i) add(sum, x[i]);
     }
   }
-  s.sums[warp][arch::lane_index()] = sum;
+  sums[thread] = sum;
   arch::syncthreads();
-  if (warp != 0 || at >= size) return;
-  float total = 0;
+  if (part != 0 || at >= size) return;
+  for (int i = 1; i < p.parts; ++i) add(sum, sums[thread + i * vectors]);
+  float* const to = p.out + at / p.w * p.out_stride + at % p.w;
   HOPWELL_UNROLL
-  for (int i = 0; i < kWarps; ++i) total += s.sums[i][arch::lane_index()];
-  p.out[at / p.w * p.out_stride + at % p.w] = total;
+  for (int i = 0; i < kColumns; ++i) to[i] = sum.x[i];
 }
 
 }  // namespace hopwell::ops::kv_compress::HOPWELL_TARGET

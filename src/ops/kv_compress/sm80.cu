@@ -23,9 +23,9 @@ std::string unsupported(const Blocks& blocks, std::int64_t d) {
   return {};
 }
 
-runtime::PlanOr<Shape> plan(const Problem& p) {
+runtime::PlanOr<ForwardPlan> plan(const Problem& p) {
   if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
-  return shape_of(p.blocks, p.d);
+  return make_plan(p);
 }
 runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
   if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
@@ -35,6 +35,11 @@ runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
 // Whether a thread's columns may be read or written by one instruction.
 bool columns_aligned(const View& view) {
   return tile::rows_aligned(view, 1, Config::kColumns * static_cast<std::int64_t>(size_of(view.dtype)));
+}
+// Whether exact forms may take the rows of kv and gate.
+template <class AnyProblem>
+bool entries_aligned(const AnyProblem& p) {
+  return tile::rows_aligned(p.kv, 1) && tile::rows_aligned(p.gate, 1);
 }
 
 template <class T, class AnyProblem>
@@ -73,22 +78,23 @@ void with_element(const View& kv, Function function) {
   kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
 }
 
-void launch(const Problem& p, const Shape& shape, void* /*workspace*/, Stream stream) {
+void launch(const Problem& p, const ForwardPlan& plan, void* /*workspace*/, Stream stream) {
   if (p.blocks.n == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
-    const ForwardParams<Element> params{.operands = operands_of<Element>(p, shape),
+    const ForwardParams<Element> params{.operands = operands_of<Element>(p, plan.shape),
                                         .out = p.out.data,
                                         .out_stride = p.out.stride[0],
+                                        .key_tiles = plan.key_tiles,
                                         .out_is_bf16 = p.out.dtype == DType::kBFloat16,
                                         .out_aligned = columns_aligned(p.out)};
-    with_form(params.operands, params.operands.aligned, [&]<class T, class F>() {
-      runtime::launch("kv_compress", kv_compress_forward<T, F>,
-                      {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.blocks.n, shape.rows())),
-                                static_cast<std::uint32_t>(shape.slabs)},
-                       .threads = Config::kThreads,
-                       .shared_bytes = shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>),
-                       .programmatic_dependency = p.device.has_dependent_launches()},
-                      stream, params);
+    with_form(params.operands, params.operands.aligned && entries_aligned(p), [&]<class T, class F>() {
+      runtime::launch(
+          "kv_compress", kv_compress_forward<T, F>,
+          {.grid = {static_cast<std::uint32_t>(plan.key_tiles.count), static_cast<std::uint32_t>(plan.shape.slabs)},
+           .threads = Config::kThreads,
+           .shared_bytes = plan.shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>[2]),
+           .programmatic_dependency = p.device.has_dependent_launches()},
+          stream, params);
     });
   });
 }
@@ -103,19 +109,18 @@ BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& 
           .d_out_stride = p.d_out.stride[0],
           .d_kv_stride = p.d_kv ? p.d_kv.stride[0] : 0,
           .d_gate_stride = p.d_gate ? p.d_gate.stride[0] : 0,
-          .key_tiles = static_cast<int>(plan.key_tiles),
-          .key_tile_rows = static_cast<int>(plan.key_tile_rows),
+          .key_tiles = plan.key_tiles,
           .d_out_is_bf16 = p.d_out.dtype == DType::kBFloat16,
           .d_out_aligned = columns_aligned(p.d_out),
           .gradients_aligned = columns_aligned(p.d_kv) && columns_aligned(p.d_gate)};
 }
 
 void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
-  const std::int64_t ctas = plan.key_tiles + plan.clearing_ctas;
+  const std::int64_t ctas = plan.key_tiles.count + plan.clearing_ctas;
   if (ctas == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
     const BackwardParams<Element> params = params_of<Element>(p, plan, workspace);
-    const bool aligned = params.operands.aligned && params.gradients_aligned;
+    const bool aligned = params.operands.aligned && entries_aligned(p) && params.gradients_aligned;
     with_form(params.operands, aligned, [&]<class T, class F>() {
       const bool sums = p.d_position_bias && plan.shape.batches == 1;
       const std::size_t bytes = sums                    ? sizeof(BackwardStorage<T>)
@@ -134,16 +139,20 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* wo
 void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
   launch_windows(p, plan, workspace, stream);
   if (p.d_position_bias.size() == 0) return;
+  int parts = 1;
+  while (parts < Config::kThreads / 8 && parts * kPlanesAtOnce < plan.planes) parts *= 2;
   const SumParams params{.planes = static_cast<const float*>(workspace),
                          .out = p.d_position_bias.as<float>(),
                          .count = plan.planes,
                          .out_stride = p.d_position_bias.stride[0],
                          .rows = static_cast<int>(p.d_position_bias.shape[0]),
-                         .w = static_cast<int>(p.w)};
+                         .w = static_cast<int>(p.w),
+                         .parts = parts};
+  const std::int64_t columns = kColumns * Config::kThreads / parts;
   runtime::launch("kv_compress_backward", kv_compress_sum_planes,
-                  {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.d_position_bias.size(), 32))},
+                  {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.d_position_bias.size(), columns))},
                    .threads = Config::kThreads,
-                   .shared_bytes = sizeof(float) * Config::kThreads,
+                   .shared_bytes = sizeof(Float4) * Config::kThreads,
                    .programmatic_dependency = p.device.has_dependent_launches()},
                   stream, params);
 }

@@ -4,10 +4,11 @@
 //           its entries at a time
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
 //           groups > 1: the groups' results are combined in shared memory, in the order of the groups
-// Stages    entries are copied to shared memory asynchronously; each thread reads only its own copies, so copies
-//           need no barrier
+// Stages    two, so that the next window is copied while one is computed. Entries are copied to shared memory asynchronously. If kv is bf16 and rows are 16-byte aligned, two lanes that
+//           are neighbours copy for each other, 16 bytes at a time, because copies of 8 bytes take twice as many
+//           instructions. Otherwise each thread reads only its own copies, which need no barrier
 // Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; registers: 32 of gates, in the
-//           backward up to 24 of position_bias
+//           backward up to 20 of position_bias
 // Bound     memory
 #pragma once
 
@@ -51,8 +52,8 @@ struct alignas(sizeof(T) * kColumns) Columns {
   }
 };
 
-// Template parameters of a kernel. kExact: each group has exactly kEntries entries of a window, all rows are aligned,
-// and a window with overlap has one group. Otherwise ratio and overlap are read at run time, and a thread processes its
+// Template parameters of a kernel. kExact: each group has exactly kEntries entries of a window, all rows are 16-byte
+// aligned, and a window with overlap has one group. Otherwise ratio and overlap are read at run time, and a thread processes its
 // entries in batches.
 template <int kEntries, bool kOverlap, bool kExact>
 struct Form {
@@ -122,15 +123,15 @@ struct Batch {
 
 // Entries of one window for each thread of a CTA, in shared memory.
 template <class T>
-struct Stage {
+struct alignas(16) Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's first six entries, in registers, if a thread has the same entries of every window
+// position_bias of a thread's first five entries, in registers, if a thread has the same entries of every window
 // (F::exact). More would not fit in registers. With fp32 kv none is kept.
 template <class T, class F, bool kKeep = true>
 struct Bias {
-  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 6) : 0;
+  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 5) : 0;
   Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
@@ -144,23 +145,31 @@ struct Bias {
 // gate of -inf and a value of 0.
 template <class T, class F>
 struct Entries {
+  // Whether neighbouring lanes copy for each other. Then the warp must converge after it has waited for its copies, and
+  // before it overwrites a stage.
+  static constexpr bool kPaired = F::exact && sizeof(T) == 2;
+
   Stage<T>& stage;
   float gate[F::entries][kColumns];
 
-  // Starts to copy the entries.
+  // Starts to copy the entries. Of two lanes the first copies the even entries for both, the second the odd ones.
   static HOPWELL_DEVICE void copy(const Operands<T>& p, const Window& window, const Thread& thread, int batch,
                                   Stage<T>& stage) {
     const Batch<T, F> of(p, thread, batch);
     const bool any = window.made && thread.column < p.d;
-    const T* kv = p.kv + of.token(window) * p.kv_stride + thread.column;
-    const T* gate = p.gate + of.token(window) * p.gate_stride + thread.column;
+    const int odd = kPaired ? arch::thread_index() % 2 : 0;
+    const T* kv = p.kv + (of.token(window) + odd) * p.kv_stride + thread.column - kColumns * odd;
+    const T* gate = p.gate + (of.token(window) + odd) * p.gate_stride + thread.column - kColumns * odd;
     HOPWELL_UNROLL
-    for (int e = 0; e < F::entries; ++e) {
-      const bool present = any && of.has(e, window.has_previous);
-      copy(kv + e * p.kv_stride + of.column(e), present, F::exact || p.aligned, stage.kv[e]);
-      copy(gate + e * p.gate_stride + of.column(e), present, F::exact || p.aligned, stage.gate[e]);
+    for (int e = 0; e < F::entries; e += kPaired ? 2 : 1) {
+      const bool present = any && of.has(e, window.has_previous);  // of both entries of a pair
+      copy(kv + e * p.kv_stride + of.column(e), present, p.aligned, stage.kv[e + odd]);
+      copy(gate + e * p.gate_stride + of.column(e), present, p.aligned, stage.gate[e + odd]);
     }
     arch::cp_async_commit();
+  }
+  static HOPWELL_DEVICE void converge() {
+    if constexpr (kPaired) arch::syncwarp();
   }
 
   // The entries that have been copied.
@@ -193,7 +202,9 @@ struct Entries {
  private:
   static HOPWELL_DEVICE void copy(const T* from, bool present, bool aligned, Columns<T> (&to)[Config::kThreads]) {
     Columns<T>& mine = to[arch::thread_index()];
-    if (aligned)
+    if constexpr (kPaired)
+      arch::cp_async<16>(arch::shared_address(&to[arch::thread_index() & ~1]), from, present ? 16 : 0);
+    else if (F::exact || aligned)
       arch::cp_async<sizeof mine>(arch::shared_address(&mine), from, present ? sizeof mine : 0);
     else
       mine = present ? Columns<T>::load(from, false) : Columns<T>{};
@@ -268,6 +279,30 @@ struct Pool {
     }
   }
 };
+
+// Calls use(entries, window, row) for the windows of a key tile, rows `first` to end - 1, whose threads have one batch of
+// entries. All threads make the same number of calls; those without a window have none of its entries. The next window
+// is copied while one is used.
+template <class F, class T, class AnyBias, class Use>
+HOPWELL_DEVICE void for_each_window(const Operands<T>& o, int first, int end, const Thread& thread,
+                                    Stage<T> (&stages)[2], const AnyBias& bias, const Use& use) {
+  const auto window_of = [&](int row) { return row < end ? o.blocks.window(row) : Window{}; };
+  int row = first + thread.row;
+  Window window = window_of(row);
+  Entries<T, F>::copy(o, window, thread, 0, stages[0]);
+  HOPWELL_NO_UNROLL
+  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
+    const Window next = window_of(row + o.shape.rows());
+    Entries<T, F>::converge();
+    Entries<T, F>::copy(o, next, thread, 0, stages[(step + 1) % 2]);
+    arch::cp_async_wait<1>();
+    Entries<T, F>::converge();
+    Entries<T, F> entries(o, window, thread, 0, stages[step % 2], bias);
+    use(entries, window, row);
+    window = next, row += o.shape.rows();
+  }
+  arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
+}
 
 // Results of the groups of a CTA. If two groups share a warp, they are combined first.
 struct Partials {
