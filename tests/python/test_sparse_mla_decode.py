@@ -124,7 +124,7 @@ def test_the_size_of_the_device_does_not_change_bits(
 def test_the_tile_of_heads_does_not_change_bits(
     backend: str, d: int, row: int, keys_per_split: int, rng: np.random.Generator
 ) -> None:
-    """61 heads against 32, 16 and 8 of them, which have other kernels. Some rows need slower code."""
+    """61 heads against 32 that begin elsewhere in a tile, and against 16 and 8. Some rows need slower code."""
     cache = mla_cache_append(random(rng, 160, d), torch.zeros(10, 16, row, dtype=torch.uint8), torch.arange(160))
     if row == 656:
         cache.view(160, 656)[::7, 512:528].view(torch.float32).mul_(1.37)  # no powers of two

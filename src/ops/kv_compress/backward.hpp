@@ -7,9 +7,9 @@
 // Roles     the first CTAs: a key tile of compressed keys and a slab of columns each. Every element of d_kv and d_gate
 //           belongs to one window at most, so it is written once.
 //           the other CTAs: zeros for elements that are in no window
-// Sums      of d_position_bias: a thread adds its own entries in shared memory, or in its plane of the workspace if it
-//           has more than one batch of entries. A CTA adds its rows and writes a plane. kv_compress_sum_planes adds the
-//           planes in their order.
+// Sums      of d_position_bias: in exact forms a thread adds its own entries in shared memory, and the CTA adds its
+//           keys and writes a plane. In other forms each key of a CTA has a plane of its own in the workspace.
+//           kv_compress_sum_planes adds the planes in a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +30,9 @@ struct BackwardParams {
   bool d_out_is_bf16, d_out_aligned, gradients_aligned;
 };
 
-template <class T>
-struct BackwardStorage {
-  Stage<T> stages[2];
-  Partials partials;
-  Float4 sums[Config::kEntries][Config::kThreads];  // of d_position_bias
+template <class T, class F>
+struct BackwardStorage : Storage<T, F> {
+  Float4 sums[Config::kEntries][Config::kThreads];  // of d_position_bias, in exact forms
 };
 
 // A thread's sums of d_position_bias, one for each of its entries.
@@ -42,25 +40,26 @@ template <class T, class F>
 struct BiasSums {
   const Operands<T>& o;
   const Thread& thread;
-  Float4* shared;
+  Float4 (*shared)[Config::kThreads] = nullptr;  // of exact forms
   float* plane;
 
-  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int key_tile, BackwardStorage<T>& s)
-      : o(p.operands), thread(of), shared(&s.sums[0][arch::thread_index()]), plane(p.planes) {
+  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of_thread, int key_tile, BackwardStorage<T, F>& s)
+      : o(p.operands), thread(of_thread), plane(p.planes) {
     if (plane == nullptr) return;
-    plane += (o.shape.batches == 1 ? key_tile : int64_t{key_tile} * o.shape.rows() + thread.row) * o.ratio * o.w;
+    if constexpr (F::exact) shared = s.sums;
+    plane += (F::exact ? key_tile : int64_t{key_tile} * o.shape.keys_at_once() + thread.key) * o.ratio * o.w;
     for (int batch = 0; batch < o.shape.batches; ++batch)
       for (int e = 0; e < F::entries; ++e)
         if (Float4* sum = of_entry(batch, e)) *sum = {};
   }
   HOPWELL_DEVICE Float4* of_entry(int batch, int e) const {
-    return F::exact || o.shape.batches == 1 ? shared + e * Config::kThreads : in_plane(batch, e);
+    return F::exact ? &shared[e][arch::thread_index()] : in_plane(batch, e);
   }
   // Null if no window has such an entry.
   HOPWELL_DEVICE Float4* in_plane(int batch, int e) const {
     const Batch<T, F> entries(o, thread, batch);
     if (!entries.has(e, true) || thread.column >= o.d) return nullptr;
-    return reinterpret_cast<Float4*>(plane + int64_t{entries.row(e)} * o.w + entries.column(e) + thread.column);
+    return reinterpret_cast<Float4*>(plane + int64_t{entries.bias_row(e)} * o.w + entries.column(e) + thread.column);
   }
 };
 
@@ -86,7 +85,7 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
     if (p.d_kv != nullptr) Columns<T>::store(d_kv, to_kv + e * p.d_kv_stride + of.column(e), aligned);
     if (p.d_gate != nullptr) Columns<T>::store(d_gate, to_gate + e * p.d_gate_stride + of.column(e), aligned);
     if (p.planes == nullptr) continue;
-    Float4* sum = sums.of_entry(batch, e);
+    Float4* const sum = sums.of_entry(batch, e);
     Float4 total = *sum;
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) total.x[i] += d_gate[i];
@@ -94,21 +93,17 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
   }
 }
 
-// Adds the sums of a CTA's rows and writes them to its plane. The rows share out the entries.
+// Adds the sums of a CTA's keys and writes them to its plane. The threads of different keys share out the entries.
 template <class T, class F>
-HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage<T>& s) {
+HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums) {
   const Shape& shape = sums.o.shape;
   arch::syncthreads();
-  const int first = arch::thread_index() - (sums.thread.row << shape.vector_bits);  // the thread of row 0
-  for (int e = sums.thread.row; e < F::entries; e += shape.rows()) {
-    Float4* to = sums.in_plane(0, e);
+  const int of_key_0 = arch::thread_index() - (sums.thread.key << shape.vector_bits);  // thread with the same columns
+  for (int e = sums.thread.key; e < F::entries; e += shape.keys_at_once()) {
+    Float4* const to = sums.in_plane(0, e);
     if (to == nullptr) continue;
     Float4 total{};
-    for (int row = 0; row < shape.rows(); ++row) {
-      const Float4& of_row = s.sums[e][first + (row << shape.vector_bits)];
-      HOPWELL_UNROLL
-      for (int i = 0; i < kColumns; ++i) total.x[i] += of_row.x[i];
-    }
+    for (int key = 0; key < shape.keys_at_once(); ++key) total += sums.shared[e][of_key_0 + (key << shape.vector_bits)];
     *to = total;
   }
 }
@@ -139,8 +134,8 @@ HOPWELL_DEVICE void clear_unused(const BackwardParams<T>& p, int64_t first) {
 
 // d_out of a compressed key that is made.
 template <class T>
-HOPWELL_DEVICE void load_d_out(const BackwardParams<T>& p, int64_t row, const Thread& thread, float (&x)[kColumns]) {
-  const int64_t at = row * p.d_out_stride + thread.column;
+HOPWELL_DEVICE void load_d_out(const BackwardParams<T>& p, int64_t key, const Thread& thread, float (&x)[kColumns]) {
+  const int64_t at = key * p.d_out_stride + thread.column;
   if (p.d_out_is_bf16) {
     const auto columns = Columns<arch::bf16>::load(static_cast<const arch::bf16*>(p.d_out) + at, p.d_out_aligned);
     HOPWELL_UNROLL
@@ -158,72 +153,10 @@ HOPWELL_DEVICE void weigh_d_out(const Pool& pool, const float (&entries_max)[kCo
   for (int i = 0; i < kColumns; ++i) d_out[i] *= pool.sum[i] * exponential(entries_max[i], finite_max(pool.max[i]));
 }
 
-// Completes the softmax of a window: every group gets the result of all.
-template <class T>
-HOPWELL_DEVICE void complete(const Operands<T>& o, Pool& pool, Partials& partials) {
-  if (o.shape.groups > 1) partials.combine(pool, o.shape.groups);
-  pool.divide();
-}
-
-// The windows of a key tile whose threads have one batch of entries.
 template <class T, class F>
-HOPWELL_DEVICE void process_key_tile(const BackwardParams<T>& p, int first, int end, const Thread& thread,
-                                     BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
-  const Operands<T>& o = p.operands;
-  const Bias<T, F> bias(o, thread);
-  const auto store = [&](Entries<T, F>& entries, const Window& window, int row) {
-    Pool pool;
-    pool.add(entries);
-    const Pool own = pool;
-    complete(o, pool, s.partials);
-    if (!window.made || thread.column >= o.d) return;
-    float d_out[kColumns];
-    load_d_out(p, row, thread, d_out);
-    weigh_d_out(pool, own.max, d_out);
-    store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
-  };
-  for_each_window<F>(o, first, end, thread, s.stages, bias, store);
-}
-
-// The windows of a key tile whose threads have several batches of entries, which are copied twice.
-template <class T, class F>
-HOPWELL_DEVICE void process_long_key_tile(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
-                                          BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
-  const Operands<T>& o = p.operands;
-  const Bias<T, F> bias(o, thread);
-  const auto take_entries = [&](const Window& window, int batch) {
-    Entries<T, F>::copy(o, window, thread, batch, s.stages[0]);
-    arch::cp_async_wait<0>();
-    return Entries<T, F>(o, window, thread, batch, s.stages[0], bias);
-  };
-  HOPWELL_NO_UNROLL
-  for (; first < end; first += o.shape.rows()) {
-    const int64_t row = first + thread.row;
-    const Window window = row < end ? o.blocks.window(row) : Window{};
-    Pool pool;
-    HOPWELL_NO_UNROLL
-    for (int batch = 0; batch < o.shape.batches; ++batch) {
-      auto entries = take_entries(window, batch);
-      pool.add(entries);
-    }
-    complete(o, pool, s.partials);
-    if (!window.made || thread.column >= o.d) continue;
-    float d_out[kColumns];
-    load_d_out(p, row, thread, d_out);
-    weigh_d_out(pool, pool.max, d_out);
-    HOPWELL_NO_UNROLL
-    for (int batch = 0; batch < o.shape.batches; ++batch) {
-      auto entries = take_entries(window, batch);
-      pool.exponentiate(entries);
-      store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
-    }
-  }
-}
-
-template <class T, class F>
-__global__ void __launch_bounds__(Config::kThreads, 2)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
     kv_compress_backward(const __grid_constant__ BackwardParams<T> p) {
-  auto& s = arch::dynamic_smem<BackwardStorage<T>>();
+  auto& s = arch::dynamic_smem<BackwardStorage<T, F>>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
@@ -234,53 +167,80 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   }
   const Thread thread(o.shape, slab);
   const BiasSums<T, F> sums(p, thread, key_tile, s);
-  const int64_t first = key_tile * p.key_tiles.rows, end = std::min(first + p.key_tiles.rows, o.blocks.n);
-  if (F::exact || o.shape.batches == 1)
-    process_key_tile(p, int(first), int(end), thread, s, sums);
-  else
-    process_long_key_tile(p, first, end, thread, s, sums);
-  if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
+  const int64_t first = key_tile * p.key_tiles.keys, end = std::min(first + p.key_tiles.keys, o.blocks.n);
+  const auto complete = [&](Pool& pool) {  // for every group
+    combine_groups<T, F>(o, pool, s);
+    pool.divide();
+  };
+  if constexpr (F::exact) {
+    for_each_window<F>(o, int(first), int(end), thread, s.stages,
+                       [&](Entries<T, F>& entries, const Window& window, int key) {
+                         Pool pool;
+                         pool.add(entries);
+                         const Pool own = pool;
+                         complete(pool);
+                         if (!window.made || thread.column >= o.d) return;
+                         float d_out[kColumns];
+                         load_d_out(p, key, thread, d_out);
+                         weigh_d_out(pool, own.max, d_out);
+                         store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+                       });
+    if (p.planes != nullptr) write_plane(sums);
+  } else {
+    for_each_long_window(o, first, end, thread, [&](const Window& window, int64_t key) {
+      Pool pool;
+      for_each_batch<F>(o, window, thread, s.stages[0],
+                        [&](Entries<T, F>& entries, int /*batch*/) { pool.add(entries); });
+      complete(pool);
+      if (!window.made || thread.column >= o.d) return;
+      float d_out[kColumns];
+      load_d_out(p, key, thread, d_out);
+      weigh_d_out(pool, pool.max, d_out);
+      for_each_batch<F>(o, window, thread, s.stages[0], [&](Entries<T, F>& entries, int batch) {
+        pool.exponentiate(entries);
+        store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
+      });
+    });
+  }
 }
 
-constexpr int kPlanesAtOnce = 4;  // whose loads a thread of kv_compress_sum_planes has in flight
+// ---- d_position_bias --------------------------------------------------------------------------------------------------
 
 struct SumParams {
+  static constexpr int kUnroll = 4;  // planes whose loads a thread has in flight
+
   const float* planes;  // [count, rows, w]
   float* out;           // [rows, w]
   int64_t count, out_stride;
   int rows, w;
-  int parts;  // of the threads: a power of two. Threads of different parts have the same columns
+  int splits;  // of the planes, for a CTA's threads: a power of two
 };
 
-HOPWELL_DEVICE void add(Float4& sum, const Float4& x) {
-  HOPWELL_UNROLL
-  for (int i = 0; i < kColumns; ++i) sum.x[i] += x.x[i];
-}
-
-// d_position_bias. Each part of a CTA's threads adds a range of planes. Then the first part adds all parts in order.
+// Adds the planes. Each split of a CTA's threads adds a range of planes. Then split 0 adds the splits in order.
 __global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const __grid_constant__ SumParams p) {
+  constexpr int kUnroll = SumParams::kUnroll;
   auto& sums = arch::dynamic_smem<Float4[Config::kThreads]>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
-  const int thread = arch::thread_index(), vectors = Config::kThreads / p.parts, part = thread / vectors;
+  const int thread = arch::thread_index(), vectors = Config::kThreads / p.splits, split = thread / vectors;
   const int64_t size = int64_t{p.rows} * p.w,
                 at = (int64_t{arch::block_index()} * vectors + thread % vectors) * kColumns;
   Float4 sum{};
   if (at < size) {
-    const int64_t end = (part + 1) * p.count / p.parts;
-    for (int64_t plane = part * p.count / p.parts; plane < end; plane += kPlanesAtOnce) {
-      Float4 x[kPlanesAtOnce];
+    const int64_t end = (split + 1) * p.count / p.splits;
+    for (int64_t plane = split * p.count / p.splits; plane < end; plane += kUnroll) {
+      Float4 x[kUnroll];
       HOPWELL_UNROLL
-      for (int i = 0; i < kPlanesAtOnce; ++i)
+      for (int i = 0; i < kUnroll; ++i)
         x[i] = plane + i < end ? arch::load_vector<Float4>(p.planes + (plane + i) * size + at) : Float4{};
       HOPWELL_UNROLL
-      for (int i = 0; i < kPlanesAtOnce; ++i) add(sum, x[i]);
+      for (int i = 0; i < kUnroll; ++i) sum += x[i];
     }
   }
   sums[thread] = sum;
   arch::syncthreads();
-  if (part != 0 || at >= size) return;
-  for (int i = 1; i < p.parts; ++i) add(sum, sums[thread + i * vectors]);
+  if (split != 0 || at >= size) return;
+  for (int i = 1; i < p.splits; ++i) sum += sums[thread + i * vectors];
   float* const to = p.out + at / p.w * p.out_stride + at % p.w;
   HOPWELL_UNROLL
   for (int i = 0; i < kColumns; ++i) to[i] = sum.x[i];

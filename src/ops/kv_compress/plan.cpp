@@ -5,57 +5,66 @@
 #include "tile/ceil_div.hpp"
 
 namespace hopwell::ops::kv_compress {
+namespace {
 
 using tile::ceil_div;
 
-Shape shape_of(const Blocks& blocks, std::int64_t d, int most_vectors) {
+constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
+
+// most_vectors: largest width of a slab, in vectors.
+Shape shape_of(const Blocks& blocks, std::int64_t d, bool may_be_exact, std::int64_t most_vectors) {
   const std::int64_t entries = blocks.ratio * (blocks.overlap ? 2 : 1), vectors = ceil_div(d, Config::kColumns);
   Shape shape;
   while (shape.groups < Config::kMaxGroups && shape.groups * Config::kEntries < entries) shape.groups *= 2;
-  while (shape.vectors() < std::min<std::int64_t>(vectors, most_vectors) &&
-         shape.vectors() * shape.groups < Config::kThreads)
+  while (shape.vectors() < std::min(vectors, most_vectors) && shape.vectors() * shape.groups < Config::kThreads)
     ++shape.vector_bits;
-  while (shape.rows() * shape.vectors() * shape.groups < Config::kThreads) ++shape.row_bits;
+  while (shape.keys_at_once() * shape.vectors() * shape.groups < Config::kThreads) ++shape.key_bits;
   shape.batches = static_cast<int>(ceil_div(entries, std::int64_t{shape.groups} * Config::kEntries));
   shape.slabs = ceil_div(vectors, shape.vectors());
+  const std::int64_t of_thread = entries / shape.groups;
+  const bool known = of_thread == 8 || of_thread == 4 || (of_thread == 2 && !blocks.overlap);
+  if (may_be_exact && known && of_thread * shape.groups == entries && (shape.groups == 1 || !blocks.overlap))
+    shape.exact_entries = static_cast<int>(of_thread);
   return shape;
 }
 
-namespace {
-
-// About kCtasOfSm CTAs for each multiprocessor, but at most `most` key tiles.
+// At most kCtasOfSm CTAs for each multiprocessor, because a second wave would be nearly empty. most: key tiles.
 KeyTiles divide(std::int64_t n, const Shape& shape, const runtime::Device& device, std::int64_t most) {
-  const std::int64_t steps = ceil_div(n, shape.rows());
+  const std::int64_t steps = ceil_div(n, shape.keys_at_once());
   if (steps == 0) return {};
   const std::int64_t ctas = std::int64_t{Config::kCtasOfSm} * device.sms;
-  const std::int64_t tiles = std::min({steps, ceil_div(ctas, shape.slabs), most});
+  const std::int64_t tiles = std::min({steps, std::max<std::int64_t>(ctas / shape.slabs, 1), most});
   KeyTiles key_tiles;
-  key_tiles.rows = ceil_div(steps, tiles) * shape.rows();
-  key_tiles.count = ceil_div(n, key_tiles.rows);
+  key_tiles.keys = ceil_div(steps, tiles) * shape.keys_at_once();
+  key_tiles.count = ceil_div(n, key_tiles.keys);
   return key_tiles;
 }
 
 }  // namespace
 
-ForwardPlan make_plan(const Problem& p) {
+ForwardPlan make_plan(const Problem& p, bool may_be_exact) {
   ForwardPlan plan;
-  plan.shape = shape_of(p.blocks, p.d);
-  plan.key_tiles = divide(p.blocks.n, plan.shape, p.device, p.blocks.n);
+  plan.shape = shape_of(p.blocks, p.d, may_be_exact, kUnlimited);
+  plan.key_tiles = divide(p.blocks.n, plan.shape, p.device, kUnlimited);
   return plan;
 }
 
-BackwardPlan make_plan(const BackwardProblem& p) {
+BackwardPlan make_plan(const BackwardProblem& p, bool may_be_exact) {
+  // Narrow slabs need fewer key tiles for the same number of CTAs, so there are fewer planes.
+  //
+  //     vectors of a slab                16, 32, 64, 128 (H200, bf16, d 512, ratio 4 with overlap)
+  //     8 K tokens, with d_position_bias 30.5, 30.3, 30.7, 31.6 us
+  //     64 K tokens                      180, 164, 168, 170 us
+  constexpr std::int64_t kMostVectors = 32;
   constexpr std::int64_t kMostPlaneBytes = std::int64_t{32} << 20;
   BackwardPlan plan;
-  // A CTA's partial sums of d_position_bias have the width of its slab. So a narrow slab with many rows writes fewer.
-  constexpr int kMostVectors = 32;
-  plan.shape = shape_of(p.blocks, p.d, kMostVectors);
-  // If a thread has one batch of entries, its sums of d_position_bias are in shared memory, and a CTA writes one plane
-  // [ratio, w] of partial sums. Otherwise each row of a CTA has a plane of its own in the workspace.
-  const std::int64_t planes = plan.shape.batches == 1 ? 1 : plan.shape.rows();
+  plan.shape = shape_of(p.blocks, p.d, may_be_exact, kMostVectors);
+  // With exact_entries the sums of d_position_bias of a thread are in shared memory, and a CTA writes one plane [ratio,
+  // w] of partial sums. Otherwise each key that a CTA processes at a time has a plane of its own in the workspace.
+  const std::int64_t planes = plan.shape.exact_entries > 0 ? 1 : plan.shape.keys_at_once();
   const std::int64_t plane_bytes = static_cast<std::int64_t>(sizeof(float)) * p.blocks.ratio * p.w;
-  std::int64_t most = p.blocks.n;
-  if (p.d_position_bias) most = std::min(most, std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1));
+  const std::int64_t most =
+      p.d_position_bias ? std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1) : kUnlimited;
   if (p.blocks.most > 0) plan.key_tiles = divide(p.blocks.n, plan.shape, p.device, most);  // else there is no window
   if (p.d_position_bias) plan.planes = plan.key_tiles.count * planes;
   plan.workspace_bytes = static_cast<std::size_t>(plan.planes * plane_bytes);

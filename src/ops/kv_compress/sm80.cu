@@ -13,33 +13,74 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-// Why sizes are not supported; empty if they are.
-std::string unsupported(const Blocks& blocks, std::int64_t d) {
-  if (d % 8 != 0) return "needs d that is a multiple of 8";
-  constexpr std::int64_t kMostRatio = std::int64_t{1} << 29;
-  const std::int64_t ctas = (blocks.n + blocks.s / Config::kThreads) * (d / 8);
-  if (blocks.ratio > kMostRatio || !runtime::fit_in_ints({blocks.s, blocks.n, 2 * d, ctas}))
-    return "needs ratio up to 2^29, and s, 2 * d and n * d / 8 below 2^31 - 1024";
-  return {};
-}
-
-runtime::PlanOr<ForwardPlan> plan(const Problem& p) {
-  if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
-  return make_plan(p);
-}
-runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
-  if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
-  return make_plan(p);
-}
-
 // Whether a thread's columns may be read or written by one instruction.
 bool columns_aligned(const View& view) {
   return tile::rows_aligned(view, 1, Config::kColumns * static_cast<std::int64_t>(size_of(view.dtype)));
 }
-// Whether exact forms may take the rows of kv and gate.
-template <class AnyProblem>
-bool entries_aligned(const AnyProblem& p) {
-  return tile::rows_aligned(p.kv, 1) && tile::rows_aligned(p.gate, 1);
+bool entries_aligned(const View& kv, const View& gate, const View& bias) {
+  return tile::rows_aligned(kv, 1) && tile::rows_aligned(gate, 1) && columns_aligned(bias);
+}
+
+// Calls function.template operator()<F>() with the form of kernel.
+template <class Function>
+decltype(auto) with_form(bool overlap, int exact_entries, Function function) {
+  if (overlap && exact_entries == 8) return function.template operator()<Form<8, true, true>>();
+  if (overlap && exact_entries == 4) return function.template operator()<Form<4, true, true>>();
+  if (exact_entries == 8) return function.template operator()<Form<8, false, true>>();
+  if (exact_entries == 4) return function.template operator()<Form<4, false, true>>();
+  if (exact_entries == 2) return function.template operator()<Form<2, false, true>>();
+  return function.template operator()<Form<Config::kEntries, false, false>>();
+}
+
+// Calls function(T{}) with the kernels' type of an element of kv.
+template <class Function>
+void with_element(const View& kv, Function function) {
+  kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
+}
+
+// Bytes of shared memory of a kernel for elements of kv of type T.
+template <class T>
+struct SharedBytes {
+  bool sums;  // of d_position_bias
+
+  template <class F>
+  std::size_t operator()() const {
+    return F::exact && sums ? sizeof(BackwardStorage<T, F>) : sizeof(Storage<T, F>);
+  }
+};
+std::size_t shared_bytes(const View& kv, bool overlap, const Shape& shape, bool sums) {
+  return kv.dtype == DType::kBFloat16 ? with_form(overlap, shape.exact_entries, SharedBytes<arch::bf16>{sums})
+                                      : with_form(overlap, shape.exact_entries, SharedBytes<float>{sums});
+}
+std::size_t shared_bytes(const Problem& p, const ForwardPlan& plan) {
+  return shared_bytes(p.kv, p.blocks.overlap, plan.shape, false);
+}
+std::size_t shared_bytes(const BackwardProblem& p, const BackwardPlan& plan) {
+  return shared_bytes(p.kv, p.blocks.overlap, plan.shape, bool(p.d_position_bias));
+}
+
+// Why sizes are not supported; empty if they are. The grid has up to 2^16 - 1 slabs, of 64 columns or more.
+std::string unsupported(const Blocks& blocks, std::int64_t d) {
+  if (d % 8 != 0) return "needs d that is a multiple of 8";
+  if (blocks.ratio > std::int64_t{1} << 29 || d > std::int64_t{1} << 21 || !runtime::fit_in_ints({blocks.s, blocks.n}))
+    return "needs ratio up to 2^29, d up to 2^21, and s and n below 2^31 - 1024";
+  return {};
+}
+
+// A plan with an exact form, if alignment allows it and the device has enough shared memory, otherwise without one.
+template <class Plan, class AnyProblem>
+runtime::PlanOr<Plan> plan_of(const AnyProblem& p, bool aligned) {
+  if (std::string reason = unsupported(p.blocks, p.d); !reason.empty()) return runtime::Unsupported{std::move(reason)};
+  Plan plan = make_plan(p, aligned);
+  if (shared_bytes(p, plan) > p.device.shared_bytes) plan = make_plan(p, false);
+  return plan;
+}
+runtime::PlanOr<ForwardPlan> plan(const Problem& p) {
+  return plan_of<ForwardPlan>(p, entries_aligned(p.kv, p.gate, p.position_bias));
+}
+runtime::PlanOr<BackwardPlan> plan_backward(const BackwardProblem& p) {
+  const bool aligned = entries_aligned(p.kv, p.gate, p.position_bias);
+  return plan_of<BackwardPlan>(p, aligned && columns_aligned(p.d_kv) && columns_aligned(p.d_gate));
 }
 
 template <class T, class AnyProblem>
@@ -58,26 +99,6 @@ Operands<T> operands_of(const AnyProblem& p, const Shape& shape) {
           .aligned = columns_aligned(p.kv) && columns_aligned(p.gate) && columns_aligned(p.position_bias)};
 }
 
-// Calls function.template operator()<T, F>() with the element type of kv and the form of kernel for it.
-template <class T, class Function>
-void with_form(const Operands<T>& o, bool aligned, Function function) {
-  constexpr int kMost = Config::kEntries;
-  const int entries = o.blocks.overlap ? 2 * o.ratio : o.ratio, of_thread = entries / o.shape.groups;
-  const bool exact = aligned && o.shape.batches == 1 && of_thread * o.shape.groups == entries;
-  if (exact && o.blocks.overlap && entries == 8) return function.template operator()<T, Form<8, true, true>>();
-  if (exact && o.blocks.overlap && entries == 4) return function.template operator()<T, Form<4, true, true>>();
-  if (exact && !o.blocks.overlap && of_thread == 8) return function.template operator()<T, Form<8, false, true>>();
-  if (exact && !o.blocks.overlap && of_thread == 4) return function.template operator()<T, Form<4, false, true>>();
-  if (exact && !o.blocks.overlap && of_thread == 2) return function.template operator()<T, Form<2, false, true>>();
-  function.template operator()<T, Form<kMost, false, false>>();
-}
-
-// Calls function(T{}) with the kernels' type of an element of kv.
-template <class Function>
-void with_element(const View& kv, Function function) {
-  kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
-}
-
 void launch(const Problem& p, const ForwardPlan& plan, void* /*workspace*/, Stream stream) {
   if (p.blocks.n == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
@@ -87,12 +108,12 @@ void launch(const Problem& p, const ForwardPlan& plan, void* /*workspace*/, Stre
                                         .key_tiles = plan.key_tiles,
                                         .out_is_bf16 = p.out.dtype == DType::kBFloat16,
                                         .out_aligned = columns_aligned(p.out)};
-    with_form(params.operands, params.operands.aligned && entries_aligned(p), [&]<class T, class F>() {
+    with_form(p.blocks.overlap, plan.shape.exact_entries, [&]<class F>() {
       runtime::launch(
-          "kv_compress", kv_compress_forward<T, F>,
+          "kv_compress", kv_compress_forward<Element, F>,
           {.grid = {static_cast<std::uint32_t>(plan.key_tiles.count), static_cast<std::uint32_t>(plan.shape.slabs)},
            .threads = Config::kThreads,
-           .shared_bytes = plan.shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>[2]),
+           .shared_bytes = shared_bytes(p, plan),
            .programmatic_dependency = p.device.has_dependent_launches()},
           stream, params);
     });
@@ -120,16 +141,11 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* wo
   if (ctas == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
     const BackwardParams<Element> params = params_of<Element>(p, plan, workspace);
-    const bool aligned = params.operands.aligned && entries_aligned(p) && params.gradients_aligned;
-    with_form(params.operands, aligned, [&]<class T, class F>() {
-      const bool sums = p.d_position_bias && plan.shape.batches == 1;
-      const std::size_t bytes = sums                    ? sizeof(BackwardStorage<T>)
-                                : plan.shape.groups > 1 ? offsetof(BackwardStorage<T>, sums)
-                                                        : offsetof(BackwardStorage<T>, partials);
-      runtime::launch("kv_compress_backward", kv_compress_backward<T, F>,
+    with_form(p.blocks.overlap, plan.shape.exact_entries, [&]<class F>() {
+      runtime::launch("kv_compress_backward", kv_compress_backward<Element, F>,
                       {.grid = {static_cast<std::uint32_t>(ctas), static_cast<std::uint32_t>(plan.shape.slabs)},
                        .threads = Config::kThreads,
-                       .shared_bytes = bytes,
+                       .shared_bytes = shared_bytes(p, plan),
                        .programmatic_dependency = p.device.has_dependent_launches()},
                       stream, params);
     });
@@ -139,16 +155,17 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* wo
 void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
   launch_windows(p, plan, workspace, stream);
   if (p.d_position_bias.size() == 0) return;
-  int parts = 1;
-  while (parts < Config::kThreads / 8 && parts * kPlanesAtOnce < plan.planes) parts *= 2;
+  // So many splits that a thread adds at most kUnroll planes. A split has at least 8 threads: 128 bytes of a plane.
+  int splits = 1;
+  while (splits < Config::kThreads / 8 && splits * SumParams::kUnroll < plan.planes) splits *= 2;
   const SumParams params{.planes = static_cast<const float*>(workspace),
                          .out = p.d_position_bias.as<float>(),
                          .count = plan.planes,
                          .out_stride = p.d_position_bias.stride[0],
                          .rows = static_cast<int>(p.d_position_bias.shape[0]),
                          .w = static_cast<int>(p.w),
-                         .parts = parts};
-  const std::int64_t columns = kColumns * Config::kThreads / parts;
+                         .splits = splits};
+  const std::int64_t columns = kColumns * Config::kThreads / splits;  // of a CTA
   runtime::launch("kv_compress_backward", kv_compress_sum_planes,
                   {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.d_position_bias.size(), columns))},
                    .threads = Config::kThreads,

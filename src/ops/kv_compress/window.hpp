@@ -1,14 +1,14 @@
 // The part of kv_compress that its forward and backward share on GPUs: a window's softmax and its weighted sum.
 //
-// Tile      slab vectors x rows x groups threads (terms: plan.hpp). A thread has 4 columns of a window, and up to 8 of
+// Tile      slab vectors x keys x groups threads (terms: plan.hpp). A thread has 4 columns of a window, and up to 8 of
 //           its entries at a time
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
-//           groups > 1: the groups' results are combined in shared memory, in the order of the groups
-// Stages    two, so that the next window is copied while one is computed. Entries are copied to shared memory asynchronously. If kv is bf16 and rows are 16-byte aligned, two lanes that
-//           are neighbours copy for each other, 16 bytes at a time, because copies of 8 bytes take twice as many
-//           instructions. Otherwise each thread reads only its own copies, which need no barrier
-// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the groups' results; registers: 32 of gates, in the
-//           backward up to 20 of position_bias
+//           groups > 1: the groups' results are combined in shared memory, in a fixed order
+// Stages    exact forms (Form) have two: the next window is copied by cp.async while one is computed. With bf16 kv two
+//           neighbouring lanes copy 16 bytes for each other, because copies of 8 bytes take twice as many instructions.
+//           Other forms have one stage, and each thread reads only its own copies, which need no barrier
+// Budget    shared: 32,768 B (bf16) or 65,536 B (fp32) a stage, 12,288 B for the groups' results, in the exact backward
+//           32,768 B for d_position_bias. Registers: 32 of gates, with bf16 kv up to 32 of position_bias; of 128
 // Bound     memory
 #pragma once
 
@@ -25,6 +25,11 @@ constexpr int kColumns = Config::kColumns;
 
 struct alignas(16) Float4 {
   float x[kColumns];
+
+  HOPWELL_DEVICE void operator+=(const Float4& other) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] += other.x[i];
+  }
 };
 
 // A thread's columns of a row.
@@ -52,13 +57,14 @@ struct alignas(sizeof(T) * kColumns) Columns {
   }
 };
 
-// Template parameters of a kernel. kExact: each group has exactly kEntries entries of a window, all rows are 16-byte
-// aligned, and a window with overlap has one group. Otherwise ratio and overlap are read at run time, and a thread processes its
-// entries in batches.
+// Template parameters of a kernel. kExact: each group has exactly kEntries entries of a window, rows of kv, gate and
+// position_bias are 16-byte aligned, a thread's columns of d_kv and d_gate are aligned, and a window with overlap has
+// one group. Otherwise ratio and overlap are read at run time, and a thread processes its entries in batches.
 template <int kEntries, bool kOverlap, bool kExact>
 struct Form {
   static constexpr int entries = kEntries;
   static constexpr bool overlap = kOverlap, exact = kExact;
+  static constexpr bool has_groups = !kExact || !kOverlap;  // whether there may be more than one
 };
 
 // Arguments of both kernels.
@@ -77,13 +83,13 @@ struct Operands {
 
 // Where a thread works.
 struct Thread {
-  int row, group;  // in the CTA
+  int key, group;  // in the CTA
   int column;      // its first; d or more: it has none
 
   HOPWELL_DEVICE Thread(const Shape& shape, int slab) {
     const int t = arch::thread_index();
-    row = t >> shape.vector_bits & (shape.rows() - 1);
-    group = t >> (shape.vector_bits + shape.row_bits);
+    key = t >> shape.vector_bits & (shape.keys_at_once() - 1);
+    group = t >> (shape.vector_bits + shape.key_bits);
     column = ((slab << shape.vector_bits) + (t & (shape.vectors() - 1))) * kColumns;
   }
 };
@@ -108,11 +114,11 @@ struct Batch {
   }
   // Column 0 of an entry, and its row of position_bias.
   HOPWELL_DEVICE int column(int e) const { return p.blocks.overlap && is_own(e) ? p.d : 0; }
-  HOPWELL_DEVICE int row(int e) const { return first + e - (p.blocks.overlap && is_own(e) ? p.ratio : 0); }
+  HOPWELL_DEVICE int bias_row(int e) const { return first + e - (p.blocks.overlap && is_own(e) ? p.ratio : 0); }
   // position_bias of an entry that a window has; 0 without one.
   HOPWELL_DEVICE Columns<float> bias(int e, const Thread& thread) const {
     if (p.position_bias == nullptr || thread.column >= p.d) return {};
-    return Columns<float>::load(p.position_bias + row(e) * p.bias_stride + column(e) + thread.column,
+    return Columns<float>::load(p.position_bias + bias_row(e) * p.bias_stride + column(e) + thread.column,
                                 F::exact || p.aligned);
   }
   // Token of the first entry.
@@ -127,11 +133,11 @@ struct alignas(16) Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's first five entries, in registers, if a thread has the same entries of every window
-// (F::exact). More would not fit in registers. With fp32 kv none is kept.
-template <class T, class F, bool kKeep = true>
+// position_bias of a thread's entries, in registers, if a thread has the same entries of every window (F::exact): of
+// all if there is one group, else of the first five. More would not fit in registers. With fp32 kv none is kept.
+template <class T, class F>
 struct Bias {
-  static constexpr int kKept = kKeep && F::exact && sizeof(T) == 2 ? std::min(F::entries, 5) : 0;
+  static constexpr int kKept = F::exact && sizeof(T) == 2 ? std::min(F::entries, F::has_groups ? 5 : 8) : 0;
   Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
@@ -147,7 +153,7 @@ template <class T, class F>
 struct Entries {
   // Whether neighbouring lanes copy for each other. Then the warp must converge after it has waited for its copies, and
   // before it overwrites a stage.
-  static constexpr bool kPaired = F::exact && sizeof(T) == 2;
+  static constexpr bool kCopiesPairs = F::exact && sizeof(T) == 2;
 
   Stage<T>& stage;
   float gate[F::entries][kColumns];
@@ -157,11 +163,11 @@ struct Entries {
                                   Stage<T>& stage) {
     const Batch<T, F> of(p, thread, batch);
     const bool any = window.made && thread.column < p.d;
-    const int odd = kPaired ? arch::thread_index() % 2 : 0;
+    const int odd = kCopiesPairs ? arch::thread_index() % 2 : 0;
     const T* kv = p.kv + (of.token(window) + odd) * p.kv_stride + thread.column - kColumns * odd;
     const T* gate = p.gate + (of.token(window) + odd) * p.gate_stride + thread.column - kColumns * odd;
     HOPWELL_UNROLL
-    for (int e = 0; e < F::entries; e += kPaired ? 2 : 1) {
+    for (int e = 0; e < F::entries; e += kCopiesPairs ? 2 : 1) {
       const bool present = any && of.has(e, window.has_previous);  // of both entries of a pair
       copy(kv + e * p.kv_stride + of.column(e), present, p.aligned, stage.kv[e + odd]);
       copy(gate + e * p.gate_stride + of.column(e), present, p.aligned, stage.gate[e + odd]);
@@ -169,13 +175,12 @@ struct Entries {
     arch::cp_async_commit();
   }
   static HOPWELL_DEVICE void converge() {
-    if constexpr (kPaired) arch::syncwarp();
+    if constexpr (kCopiesPairs) arch::syncwarp();
   }
 
   // The entries that have been copied.
-  template <class AnyBias>
   HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from,
-                         const AnyBias& bias)
+                         const Bias<T, F>& bias)
       : stage(from) {
     const Batch<T, F> of(p, thread, batch);
     const bool any = window.made && thread.column < p.d;
@@ -185,8 +190,8 @@ struct Entries {
       const bool present = any && of.has(e, window.has_previous);
       const Columns<T> given = stage.gate[e][arch::thread_index()];
       Columns<float> added{};
-      if (e < AnyBias::kKept)
-        added = bias.of_entry[e < AnyBias::kKept ? e : 0];
+      if (e < bias.kKept)
+        added = bias.of_entry[e < bias.kKept ? e : 0];
       else if (present)
         added = of.bias(e, thread);
       HOPWELL_UNROLL
@@ -202,7 +207,7 @@ struct Entries {
  private:
   static HOPWELL_DEVICE void copy(const T* from, bool present, bool aligned, Columns<T> (&to)[Config::kThreads]) {
     Columns<T>& mine = to[arch::thread_index()];
-    if constexpr (kPaired)
+    if constexpr (kCopiesPairs)
       arch::cp_async<16>(arch::shared_address(&to[arch::thread_index() & ~1]), from, present ? 16 : 0);
     else if (F::exact || aligned)
       arch::cp_async<sizeof mine>(arch::shared_address(&mine), from, present ? sizeof mine : 0);
@@ -280,61 +285,86 @@ struct Pool {
   }
 };
 
-// Calls use(entries, window, row) for the windows of a key tile, rows `first` to end - 1, whose threads have one batch of
-// entries. All threads make the same number of calls; those without a window have none of its entries. The next window
-// is copied while one is used.
-template <class F, class T, class AnyBias, class Use>
+// Calls use(entries, window, key) for the compressed keys `first` to end - 1 of an exact form. All threads make the
+// same number of calls. A thread without a window gets absent entries. The next window is copied meanwhile.
+template <class F, class T, class Use>
 HOPWELL_DEVICE void for_each_window(const Operands<T>& o, int first, int end, const Thread& thread,
-                                    Stage<T> (&stages)[2], const AnyBias& bias, const Use& use) {
-  const auto window_of = [&](int row) { return row < end ? o.blocks.window(row) : Window{}; };
-  int row = first + thread.row;
-  Window window = window_of(row);
+                                    Stage<T> (&stages)[2], const Use& use) {
+  const auto window_of = [&](int key) { return key < end ? o.blocks.window(key) : Window{}; };
+  const Bias<T, F> bias(o, thread);
+  int key = first + thread.key;
+  Window window = window_of(key);
   Entries<T, F>::copy(o, window, thread, 0, stages[0]);
   HOPWELL_NO_UNROLL
-  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
-    const Window next = window_of(row + o.shape.rows());
+  for (int step = 0; first < end; first += o.shape.keys_at_once(), ++step) {
+    const Window next = window_of(key + o.shape.keys_at_once());
     Entries<T, F>::converge();
     Entries<T, F>::copy(o, next, thread, 0, stages[(step + 1) % 2]);
     arch::cp_async_wait<1>();
     Entries<T, F>::converge();
     Entries<T, F> entries(o, window, thread, 0, stages[step % 2], bias);
-    use(entries, window, row);
-    window = next, row += o.shape.rows();
+    use(entries, window, key);
+    window = next, key += o.shape.keys_at_once();
   }
   arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
 }
 
-// Results of the groups of a CTA. If two groups share a warp, they are combined first.
+// Calls use(window, key) in the same way for a form that is not exact.
+template <class T, class Use>
+HOPWELL_DEVICE void for_each_long_window(const Operands<T>& o, int64_t first, int64_t end, const Thread& thread,
+                                         const Use& use) {
+  HOPWELL_NO_UNROLL
+  for (; first < end; first += o.shape.keys_at_once()) {
+    const int64_t key = first + thread.key;
+    use(key < end ? o.blocks.window(key) : Window{}, key);
+  }
+}
+
+// Calls use(entries, batch) for all batches of a window of such a form.
+template <class F, class T, class Use>
+HOPWELL_DEVICE void for_each_batch(const Operands<T>& o, const Window& window, const Thread& thread, Stage<T>& stage,
+                                   const Use& use) {
+  const Bias<T, F> none(o, thread);
+  HOPWELL_NO_UNROLL
+  for (int batch = 0; batch < o.shape.batches; ++batch) {
+    Entries<T, F>::copy(o, window, thread, batch, stage);
+    arch::cp_async_wait<0>();
+    Entries<T, F> entries(o, window, thread, batch, stage, none);
+    use(entries, batch);
+  }
+}
+
+// Results of the groups of a CTA. If a warp has two groups, they are combined first.
 struct Partials {
   Float4 max[Config::kThreads], sum[Config::kThreads], out[Config::kThreads];
 
   // Every thread gets the result of all groups, with the same bits.
   HOPWELL_DEVICE void combine(Pool& pool, int groups) {
-    const bool paired = groups == Config::kMaxGroups;  // 16 threads have a group
-    const int threads = Config::kThreads / groups, lane = arch::lane_index();
-    const int at = paired ? arch::warp_index() * threads + lane : arch::thread_index();
-    // If groups are paired, each of the two threads with the same columns reads half of the results.
-    const int count = paired ? groups / 4 : groups;
-    const int from = (arch::thread_index() & (threads - 1)) + (paired && lane >= threads ? count * threads : 0);
+    const int threads = Config::kThreads / groups, lane = arch::lane_index();  // threads: of a group
+    const bool two_in_warp = threads < 32;
+    const int at = two_in_warp ? arch::warp_index() * threads + lane : arch::thread_index();
+    // If a warp has two groups, each of the two threads with the same columns reads half of the results.
+    const int count = two_in_warp ? groups / 4 : groups;
+    const int from = (arch::thread_index() & (threads - 1)) + (two_in_warp && lane >= threads ? count * threads : 0);
     float most[kColumns];
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) most[i] = pool.max[i];
-    if (paired) join(most, Larger{});
-    if (!paired || lane < threads) put(most, max[at]);
+    if (two_in_warp) join(most, Larger{});
+    if (!two_in_warp || lane < threads) put(most, max[at]);
     arch::syncthreads();
     fill(most, -INFINITY);
     for (int i = 0; i < count; ++i) add(max[from + i * threads], most, Larger{});
-    if (paired) join(most, Larger{});
+    if (two_in_warp) join(most, Larger{});
     pool.rescale(most);
-    if (paired) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
-    if (!paired || lane < threads) put(pool.sum, sum[at]), put(pool.out, out[at]);
+    if (two_in_warp) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
+    if (!two_in_warp || lane < threads) put(pool.sum, sum[at]), put(pool.out, out[at]);
     arch::syncthreads();
     fill(pool.sum, 0), fill(pool.out, 0);
     for (int i = 0; i < count; ++i) {
       add(sum[from + i * threads], pool.sum, tile::Plus{});
       add(out[from + i * threads], pool.out, tile::Plus{});
     }
-    if (paired) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
+    if (two_in_warp) join(pool.sum, tile::Plus{}), join(pool.out, tile::Plus{});
   }
 
  private:
@@ -346,10 +376,10 @@ struct Partials {
     for (int i = 0; i < kColumns; ++i) x[i] = value;
   }
   static HOPWELL_DEVICE void put(const float (&x)[kColumns], Float4& to) {
-    Float4 rounded;
+    Float4 vector;
     HOPWELL_UNROLL
-    for (int i = 0; i < kColumns; ++i) rounded.x[i] = x[i];
-    to = rounded;
+    for (int i = 0; i < kColumns; ++i) vector.x[i] = x[i];
+    to = vector;  // in one store
   }
   template <class Join>
   static HOPWELL_DEVICE void add(const Float4& from, float (&x)[kColumns], const Join& join_two) {
@@ -364,5 +394,24 @@ struct Partials {
     for (int i = 0; i < kColumns; ++i) x[i] = join_two(x[i], arch::shuffle_xor(x[i], 16));
   }
 };
+
+// Shared memory of both kernels.
+template <class T, class F>
+struct Stages {
+  Stage<T> stages[F::exact ? 2 : 1];
+};
+template <class T, class F, bool kHasGroups = F::has_groups>
+struct Storage : Stages<T, F> {
+  Partials partials;
+};
+template <class T, class F>
+struct Storage<T, F, false> : Stages<T, F> {};
+
+// Combines the groups' results for a window.
+template <class T, class F>
+HOPWELL_DEVICE void combine_groups(const Operands<T>& o, Pool& pool, Storage<T, F>& s) {
+  if constexpr (F::has_groups)
+    if (o.shape.groups > 1) s.partials.combine(pool, o.shape.groups);
+}
 
 }  // namespace hopwell::ops::kv_compress::HOPWELL_TARGET

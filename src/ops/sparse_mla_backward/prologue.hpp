@@ -72,7 +72,8 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return of_diagonal == 0 ? products[0] : of_diagonal == 1 ? products[1] : 0;
 }
 
-// The sum over the lanes of a warp of their parts of one dot product, in the order in which delta_of_heads adds them.
+// The sum over the lanes of a warp of their parts of one dot product, in the order in which delta_of_heads adds them. So
+// delta and dq have the same bits whether the preprocess (passes/fixed_point_units.hpp) or the main kernel computes it.
 HOPWELL_DEVICE float sum_of_dot(float part) {
   return tile::reduce<8, 16>(tile::reduce<4, 1>(part, tile::Plus{}), tile::Plus{});
 }

@@ -9,8 +9,8 @@
 // no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
-//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row. Writes
-//                                    delta for the main kernels, which then need not read out
+//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row. Stores
+//                                    delta for the main kernels, so that they do not read out
 //     sparse_mla_bwd_choose_units    2^e
 //
 // Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index
@@ -93,7 +93,7 @@ struct BoundParams {
   float sm_scale;
 };
 
-// a and b of a query, as bits: the maximum over a warp's heads.
+// a and b, as bits: the maximum over heads.
 struct QueryBound {
   uint32_t a = 0, b = 0;
 
@@ -103,14 +103,10 @@ struct QueryBound {
   }
 };
 
-// Contribution of one head of a query, by one warp, which also writes the head's delta. Heads that see no key (lse =
-// +inf) contribute nothing.
+// a and b of one head of a query, by one warp, which also stores the head's delta. All three are 0 if the head sees no
+// key (lse = +inf). All loads are issued before the first result is used.
 HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head) {
-  float* const to = p.delta + query * p.h_q + head;
-  if (p.lse[query * p.lse_stride_s + head * p.lse_stride_h] == INFINITY) {
-    if (arch::lane_index() == 0) *to = 0;
-    return {};
-  }
+  const bool sees_keys = p.lse[query * p.lse_stride_s + head * p.lse_stride_h] != INFINITY;
   const bf16 *of_out = p.out + query * p.out_stride_s + head * p.out_stride_h + 8 * arch::lane_index(),
              *of_d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h + 8 * arch::lane_index();
   arch::Words4 out[2], d_out[2];
@@ -122,8 +118,9 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
   Magnitude q = magnitude_of_lane(p.q + query * p.q_stride_s + head * p.q_stride_h, p.d_qk), d;
   d.add(d_out[0]), d.add(d_out[1]);
   q.reduce(), d.reduce();
-  const float delta = sum_of_dot(dot(out, d_out));
-  if (arch::lane_index() == 0) *to = delta;
+  const float sum = sum_of_dot(dot(out, d_out)), delta = sees_keys ? sum : 0;
+  if (arch::lane_index() == 0) p.delta[query * p.h_q + head] = delta;
+  if (!sees_keys) return {};
   const float scale = fabsf(p.sm_scale) * q.largest();
   const float a = d.largest() + scale * fabsf(delta), b = scale * d.norm();
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
@@ -242,6 +239,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
   };
   measure_keys(distribution_problem(problem, plan, workspace), 0);
   if (problem.window) measure_keys(window_distribution_problem(problem, plan, workspace), problem.s_kv);
+  // Also if there is no row to bound: the main kernels read delta.
   runtime::launch(kName, sparse_mla_bwd_bound_entries,
                   shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])), stream, bound);
   const std::int64_t rows = rows_of_dkv_accum(problem);

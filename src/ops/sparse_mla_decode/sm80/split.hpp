@@ -19,8 +19,8 @@
 //           bf16. A NaN code makes the key's scores NaN
 // Entries   256 at a time. The rows of valid entries are listed in order, so all steps of a list but the last are full,
 //           and invalid entries cost no step. Rows past the last one are filled with zeros and masked
-// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,280 = 86,016 B
-//           registers: Q 20 + O 32 + ~70: 128, for two CTAs per SM; 16 heads of V4, and 32 heads: one. Hopper's SM
+// Budget    16 heads, V3.2 rows: shared: keys 3 × 20,992 + S 18,432 + P 1,280 + rows 2,048 + 1,152 = 85,888 B
+//           registers: Q 20 + O 32 + ~76, of 128, for two CTAs per SM; 16 heads of V4, and 32 heads: one. Hopper's SM
 //           has shared memory for both. An A100's, with 164 KB, has room for one CTA with 16 heads of V3.2 rows with
 //           RoPE, with 16 heads of bf16 rows, or with 8 heads of bf16 rows of d_qk 576
 // Bound     memory; then issue slots: about 130 instructions of a warp per key for 16 heads
