@@ -155,7 +155,8 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* wo
 void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
   launch_windows(p, plan, workspace, stream);
   if (p.d_position_bias.size() == 0) return;
-  // So many splits that a thread adds at most kUnroll planes. A split has at least 8 threads: 128 bytes of a plane.
+  // The fewest splits with which a thread adds at most kUnroll planes. A split has at least 8 threads, which read 128
+  // bytes of a plane.
   int splits = 1;
   while (splits < Config::kThreads / 8 && splits * SumParams::kUnroll < plan.planes) splits *= 2;
   const SumParams params{.planes = static_cast<const float*>(workspace),

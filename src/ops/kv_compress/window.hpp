@@ -133,11 +133,11 @@ struct alignas(16) Stage {
   Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
 };
 
-// position_bias of a thread's entries, in registers, if a thread has the same entries of every window (F::exact): of
-// all if there is one group, else of the first five. More would not fit in registers. With fp32 kv none is kept.
+// position_bias of a thread's entries, in registers, if a thread has the same entries of every window (F::exact) and
+// kv is bf16. With fp32 kv it would not fit.
 template <class T, class F>
 struct Bias {
-  static constexpr int kKept = F::exact && sizeof(T) == 2 ? std::min(F::entries, F::has_groups ? 5 : 8) : 0;
+  static constexpr int kKept = F::exact && sizeof(T) == 2 ? F::entries : 0;
   Columns<float> of_entry[kKept > 0 ? kKept : 1];
 
   HOPWELL_DEVICE Bias(const Operands<T>& p, const Thread& thread) {
