@@ -164,11 +164,10 @@ struct Profile {
   int capability, sms, shared_kib, l2_mib;
   double memory_bytes_per_ns;
 };
-constexpr Profile kProfiles[] = {{"a100", 80, 108, 163, 40, 1555},
-                                 {"h100", 90, 132, 227, 50, 3352},
-                                 {"h200", 90, 132, 227, 60, 4917},
-                                 {"b200", 100, 148, 227, 126, 7672},
-                                 {"h100-mig", 90, 16, 227, 6, 419}};  // 1g.10gb, its smallest slice
+constexpr Profile kProfiles[] = {
+    {"a100", 80, 108, 163, 40, 1555},    {"h100", 90, 132, 227, 50, 3352},
+    {"h200", 90, 132, 227, 60, 4917},    {"b200", 100, 148, 227, 126, 7672},
+    {"rtx-4090", 89, 128, 99, 72, 1008}, {"h100-mig", 90, 16, 227, 6, 419}};  // 1g.10gb, its smallest slice
 
 }  // namespace
 
@@ -198,7 +197,7 @@ Device host_device(const DLDevice& location) {
                                        [name](const Profile& p) { return std::string_view(name) == p.name; });
     if (profile == std::end(kProfiles))
       throw std::invalid_argument(
-          std::string("HOPWELL_EMULATOR_DEVICE must be a100, h100, h200, b200 or h100-mig; got ") + name);
+          std::string("HOPWELL_EMULATOR_DEVICE must be a100, h100, h200, b200, rtx-4090 or h100-mig; got ") + name);
     device.capability = profile->capability, device.sms = device.cluster_sms = profile->sms;
     device.shared_bytes = static_cast<std::size_t>(profile->shared_kib) << 10;
     device.l2_bytes = static_cast<std::size_t>(profile->l2_mib) << 20;

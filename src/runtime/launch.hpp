@@ -81,6 +81,10 @@ void launch(std::string_view operator_name, void (*kernel)(Parameters...), const
     throw Error(HOPWELL_DEVICE_ERROR, std::string(operator_name).append(": ").append(cudaGetErrorString(error)));
 #else
   try {
+    if (const std::size_t most = host_device({}).shared_bytes; shape.shared_bytes > most)
+      throw Error(HOPWELL_DEVICE_ERROR, std::string(operator_name) +
+                                            ", emulated: " + std::to_string(shape.shared_bytes) +
+                                            " bytes of shared memory; at most " + std::to_string(most));
     arch::emu::poll = InterruptCheck::poll;
     arch::launch(kernel, shape, arguments...);
   } catch (const arch::emu::CheckFailed& failed) {

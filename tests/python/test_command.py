@@ -238,7 +238,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     ("variable", "expected", "values"),
     [
         ("SMS", "a number from 1 to 2147483647", ("abc", "0", "-3", "4x", "")),
-        ("DEVICE", "a100, h100, h200, b200 or h100-mig", ("h300", "H100", "")),
+        ("DEVICE", "a100, h100, h200, b200, rtx-4090 or h100-mig", ("h300", "H100", "")),
         ("SEED", "a number from 0 to 2^64 - 1", ("seven", "-1", "7.5", "")),
         ("CHECKER", "on or off", ("Off", "0")),
     ],

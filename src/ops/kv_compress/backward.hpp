@@ -7,9 +7,10 @@
 // Roles     the first CTAs: a key tile of compressed keys and a slab of columns each. Every element of d_kv and d_gate
 //           belongs to one window at most, so it is written once.
 //           the other CTAs: zeros for elements that are in no window
-// Sums      of d_position_bias: in exact forms a thread adds its own entries in shared memory, and the CTA adds its
-//           keys and writes a plane. In other forms each key of a CTA has a plane of its own in the workspace.
-//           kv_compress_sum_planes adds the planes in a fixed order.
+// Sums      of d_position_bias: a thread adds its own entries, in exact forms in shared memory, in others in a plane of
+//           the workspace for each key that the CTA processes at a time. The CTA adds the sums of these keys and
+//           writes a plane. kv_compress_sum_planes adds the planes of all CTAs in a fixed order.
+// Bits      are the same in all forms: the same additions in the same order
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,7 @@ struct BackwardParams {
   Operands<T> operands;
   const void* d_out;  // bf16 or fp32 [n, d]
   T *d_kv, *d_gate;   // [s, w], or null
-  float* planes;      // [planes, ratio, w]; null: no d_position_bias
+  float* planes;      // [key tiles, planes of a tile, ratio, w]; null: no d_position_bias
   int64_t d_out_stride, d_kv_stride, d_gate_stride;
   KeyTiles key_tiles;
   bool d_out_is_bf16, d_out_aligned, gradients_aligned;
@@ -47,19 +48,20 @@ struct BiasSums {
       : o(p.operands), thread(of_thread), plane(p.planes) {
     if (plane == nullptr) return;
     if constexpr (F::exact) shared = s.sums;
-    plane += (F::exact ? key_tile : int64_t{key_tile} * o.shape.keys_at_once() + thread.key) * o.ratio * o.w;
+    plane += int64_t{key_tile} * (F::exact ? 1 : o.shape.keys_at_once()) * o.ratio * o.w;
     for (int batch = 0; batch < o.shape.batches; ++batch)
       for (int e = 0; e < F::entries; ++e)
         if (Float4* sum = of_entry(batch, e)) *sum = {};
   }
   HOPWELL_DEVICE Float4* of_entry(int batch, int e) const {
-    return F::exact ? &shared[e][arch::thread_index()] : in_plane(batch, e);
+    return F::exact ? &shared[e][arch::thread_index()] : in_plane(batch, e, thread.key);
   }
-  // Null if no window has such an entry.
-  HOPWELL_DEVICE Float4* in_plane(int batch, int e) const {
+  // In the plane of a key of the CTA. Null if no window has such an entry.
+  HOPWELL_DEVICE Float4* in_plane(int batch, int e, int key) const {
     const Batch<T, F> entries(o, thread, batch);
     if (!entries.has(e, true) || thread.column >= o.d) return nullptr;
-    return reinterpret_cast<Float4*>(plane + int64_t{entries.bias_row(e)} * o.w + entries.column(e) + thread.column);
+    return reinterpret_cast<Float4*>(plane + (int64_t{key} * o.ratio + entries.bias_row(e)) * o.w + entries.column(e) +
+                                     thread.column);
   }
 };
 
@@ -93,18 +95,22 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
   }
 }
 
-// Adds the sums of a CTA's keys and writes them to its plane. The threads of different keys share out the entries.
+// Adds the sums of a CTA's keys and writes them to its first plane. The threads of different keys share out the
+// entries.
 template <class T, class F>
 HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums) {
   const Shape& shape = sums.o.shape;
   arch::syncthreads();
   const int of_key_0 = arch::thread_index() - (sums.thread.key << shape.vector_bits);  // thread with the same columns
-  for (int e = sums.thread.key; e < F::entries; e += shape.keys_at_once()) {
-    Float4* const to = sums.in_plane(0, e);
-    if (to == nullptr) continue;
-    Float4 total{};
-    for (int key = 0; key < shape.keys_at_once(); ++key) total += sums.shared[e][of_key_0 + (key << shape.vector_bits)];
-    *to = total;
+  for (int batch = 0; batch < shape.batches; ++batch) {
+    for (int e = sums.thread.key; e < F::entries; e += shape.keys_at_once()) {
+      Float4* const to = sums.in_plane(batch, e, 0);
+      if (to == nullptr) continue;
+      Float4 total{};
+      for (int key = 0; key < shape.keys_at_once(); ++key)
+        total += F::exact ? sums.shared[e][of_key_0 + (key << shape.vector_bits)] : *sums.in_plane(batch, e, key);
+      *to = total;
+    }
   }
 }
 
@@ -162,8 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   const Operands<T>& o = p.operands;
   const auto [key_tile, slab, unused] = arch::block_index_3d();
   if (key_tile >= p.key_tiles.count) {
-    if (slab == 0) clear_unused(p, (key_tile - p.key_tiles.count) * Config::kThreads);
-    return;
+    return clear_unused(p, ((key_tile - p.key_tiles.count) * o.shape.slabs + slab) * Config::kThreads);
   }
   const Thread thread(o.shape, slab);
   const BiasSums<T, F> sums(p, thread, key_tile, s);
@@ -185,34 +190,35 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
                          weigh_d_out(pool, own.max, d_out);
                          store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
                        });
-    if (p.planes != nullptr) write_plane(sums);
   } else {
     for_each_long_window(o, first, end, thread, [&](const Window& window, int64_t key) {
       Pool pool;
       for_each_batch<F>(o, window, thread, s.stages[0],
                         [&](Entries<T, F>& entries, int /*batch*/) { pool.add(entries); });
+      const Pool own = pool;
       complete(pool);
       if (!window.made || thread.column >= o.d) return;
       float d_out[kColumns];
       load_d_out(p, key, thread, d_out);
-      weigh_d_out(pool, pool.max, d_out);
+      weigh_d_out(pool, own.max, d_out);
       for_each_batch<F>(o, window, thread, s.stages[0], [&](Entries<T, F>& entries, int batch) {
-        pool.exponentiate(entries);
+        own.exponentiate(entries);
         store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
       });
     });
   }
+  if (p.planes != nullptr) write_plane(sums);
 }
 
-// ---- d_position_bias --------------------------------------------------------------------------------------------------
+// ---- d_position_bias ------------------------------------------------------------------------------------------------
 
 struct SumParams {
   static constexpr int kUnroll = 4;  // planes whose loads a thread has in flight
 
-  const float* planes;  // [count, rows, w]
+  const float* planes;  // [count], every `stride` elements a plane [rows, w]
   float* out;           // [rows, w]
-  int64_t count, out_stride;
-  int rows, w;
+  int64_t count, stride, size, out_stride;
+  int w;
   int splits;  // of the planes, for a CTA's threads: a power of two
 };
 
@@ -223,23 +229,22 @@ __global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const int thread = arch::thread_index(), vectors = Config::kThreads / p.splits, split = thread / vectors;
-  const int64_t size = int64_t{p.rows} * p.w,
-                at = (int64_t{arch::block_index()} * vectors + thread % vectors) * kColumns;
+  const int64_t at = (int64_t{arch::block_index()} * vectors + thread % vectors) * kColumns;
   Float4 sum{};
-  if (at < size) {
+  if (at < p.size) {
     const int64_t end = (split + 1) * p.count / p.splits;
     for (int64_t plane = split * p.count / p.splits; plane < end; plane += kUnroll) {
       Float4 x[kUnroll];
       HOPWELL_UNROLL
       for (int i = 0; i < kUnroll; ++i)
-        x[i] = plane + i < end ? arch::load_vector<Float4>(p.planes + (plane + i) * size + at) : Float4{};
+        x[i] = plane + i < end ? arch::load_vector<Float4>(p.planes + (plane + i) * p.stride + at) : Float4{};
       HOPWELL_UNROLL
       for (int i = 0; i < kUnroll; ++i) sum += x[i];
     }
   }
   sums[thread] = sum;
   arch::syncthreads();
-  if (split != 0 || at >= size) return;
+  if (split != 0 || at >= p.size) return;
   for (int i = 1; i < p.splits; ++i) sum += sums[thread + i * vectors];
   float* const to = p.out + at / p.w * p.out_stride + at % p.w;
   HOPWELL_UNROLL

@@ -60,15 +60,15 @@ BackwardPlan make_plan(const BackwardProblem& p, bool may_be_exact) {
   BackwardPlan plan;
   plan.shape = shape_of(p.blocks, p.d, may_be_exact, kMostVectors);
   // With exact_entries the sums of d_position_bias of a thread are in shared memory, and a CTA writes one plane [ratio,
-  // w] of partial sums. Otherwise each key that a CTA processes at a time has a plane of its own in the workspace.
+  // w] of partial sums. Otherwise each key that a CTA processes at a time has a plane of its own.
   const std::int64_t planes = plan.shape.exact_entries > 0 ? 1 : plan.shape.keys_at_once();
   const std::int64_t plane_bytes = static_cast<std::int64_t>(sizeof(float)) * p.blocks.ratio * p.w;
   const std::int64_t most =
       p.d_position_bias ? std::max<std::int64_t>(kMostPlaneBytes / (planes * plane_bytes), 1) : kUnlimited;
   if (p.blocks.most > 0) plan.key_tiles = divide(p.blocks.n, plan.shape, p.device, most);  // else there is no window
-  if (p.d_position_bias) plan.planes = plan.key_tiles.count * planes;
-  plan.workspace_bytes = static_cast<std::size_t>(plan.planes * plane_bytes);
-  if (p.d_kv || p.d_gate) plan.clearing_ctas = ceil_div(p.blocks.s, Config::kThreads);
+  if (p.d_position_bias) plan.planes_of_tile = planes;
+  plan.workspace_bytes = static_cast<std::size_t>(plan.key_tiles.count * plan.planes_of_tile * plane_bytes);
+  if (p.d_kv || p.d_gate) plan.clearing_columns = ceil_div(p.blocks.s, Config::kThreads * plan.shape.slabs);
   return plan;
 }
 

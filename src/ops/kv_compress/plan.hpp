@@ -52,8 +52,8 @@ ForwardPlan make_plan(const Problem& p, bool may_be_exact);
 struct BackwardPlan {
   Shape shape;
   KeyTiles key_tiles;
-  std::int64_t planes = 0;         // partial sums of d_position_bias, fp32 [ratio, w] each
-  std::int64_t clearing_ctas = 0;  // that write zeros where no window has a gradient
+  std::int64_t planes_of_tile = 0;    // partial sums of d_position_bias, fp32 [ratio, w] each; the first is their sum
+  std::int64_t clearing_columns = 0;  // of the grid: CTAs that write zeros where no window has a gradient
   std::size_t workspace_bytes = 0;
 };
 BackwardPlan make_plan(const BackwardProblem& p, bool may_be_exact);

@@ -137,13 +137,13 @@ BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& 
 }
 
 void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
-  const std::int64_t ctas = plan.key_tiles.count + plan.clearing_ctas;
-  if (ctas == 0) return;
+  const std::int64_t columns = plan.key_tiles.count + plan.clearing_columns;
+  if (columns == 0) return;
   with_element(p.kv, [&]<class Element>(Element) {
     const BackwardParams<Element> params = params_of<Element>(p, plan, workspace);
     with_form(p.blocks.overlap, plan.shape.exact_entries, [&]<class F>() {
       runtime::launch("kv_compress_backward", kv_compress_backward<Element, F>,
-                      {.grid = {static_cast<std::uint32_t>(ctas), static_cast<std::uint32_t>(plan.shape.slabs)},
+                      {.grid = {static_cast<std::uint32_t>(columns), static_cast<std::uint32_t>(plan.shape.slabs)},
                        .threads = Config::kThreads,
                        .shared_bytes = shared_bytes(p, plan),
                        .programmatic_dependency = p.device.has_dependent_launches()},
@@ -154,16 +154,17 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, void* wo
 
 void launch_backward(const BackwardProblem& p, const BackwardPlan& plan, void* workspace, Stream stream) {
   launch_windows(p, plan, workspace, stream);
-  if (p.d_position_bias.size() == 0) return;
+  if (!p.d_position_bias || p.d_position_bias.size() == 0) return;
   // The fewest splits with which a thread adds at most kUnroll planes. A split has at least 8 threads, which read 128
   // bytes of a plane.
   int splits = 1;
-  while (splits < Config::kThreads / 8 && splits * SumParams::kUnroll < plan.planes) splits *= 2;
+  while (splits < Config::kThreads / 8 && splits * SumParams::kUnroll < plan.key_tiles.count) splits *= 2;
   const SumParams params{.planes = static_cast<const float*>(workspace),
                          .out = p.d_position_bias.as<float>(),
-                         .count = plan.planes,
+                         .count = plan.key_tiles.count,
+                         .stride = plan.planes_of_tile * p.d_position_bias.size(),
+                         .size = p.d_position_bias.size(),
                          .out_stride = p.d_position_bias.stride[0],
-                         .rows = static_cast<int>(p.d_position_bias.shape[0]),
                          .w = static_cast<int>(p.w),
                          .splits = splits};
   const std::int64_t columns = kColumns * Config::kThreads / splits;  // of a CTA
