@@ -310,7 +310,7 @@ Suite kv_compress_backward() {
   Suite suite = suite_of("kv_compress_backward", make_backward);
   suite.unsupported = {{"sm80", "needs d that is a multiple of 8", "odd_width"}};
   suite.allocating = {"documents", "v4_hca"};
-  // Six CTAs: some have several windows, one after the other, and v4_indexer has more planes than a thread adds at a time.
+  // Six CTAs: some have several windows, one after the other, and the sum of v4_indexer's five planes has two splits.
   suite.subjects = {
       {"kv_compress_backward_sm80", "emu:sm80", {"v4_csa", "v4_hca", "v4_indexer", "absent"}, 4, 6, "", "3"}};
   return suite;

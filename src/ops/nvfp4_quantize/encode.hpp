@@ -190,7 +190,7 @@ HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& 
   }
 }
 
-// ---- bf16 by sums that saturate --------------------------------------------------------------------------------------
+// ---- bf16 by sums that saturate -------------------------------------------------------------------------------------
 
 // The bits of bf16 between 2^-31 and 2^17, read as fp16, are numbers between 2^-3 and 8 in the same order. Neighbours
 // differ by at least 2^-13, so 2^13 · (x - t), saturated to [0, 1], is 1 if x > t and otherwise 0: one fma. The

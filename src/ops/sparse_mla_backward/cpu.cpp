@@ -160,9 +160,9 @@ class Worker {
  private:
   struct Head {
     float lse = 0;
-    float delta = 0;   // sum_d out * d_out
-    float kept = 1;    // 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys
-    double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
+    float delta = 0;       // sum_d out * d_out
+    float sink_scale = 1;  // 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys
+    double sink_probability = 0;  // 1 / (1 + exp(lse - sink)), its own
   };
 
   float* q() const { return queries_.get(); }                                // [h_q, d_qk]
@@ -192,8 +192,8 @@ class Worker {
               .delta = dot(dq_.get() + h * p_.d_qk, d_out() + h * p_.d_qk, static_cast<std::size_t>(p_.d_v))};
       if (!p_.attn_sink || lse == kInfinity) continue;
       const double above = sink(h) - static_cast<double>(lse);
-      head.kept = static_cast<float>(1 / (1 + std::exp(above)));
-      head.taken = 1 / (1 + std::exp(-above));
+      head.sink_scale = static_cast<float>(1 / (1 + std::exp(above)));
+      head.sink_probability = 1 / (1 + std::exp(-above));
     }
   }
 
@@ -205,7 +205,7 @@ class Worker {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
       if (std::isfinite(sink(h)) && head.lse != kInfinity)
-        d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
+        d_sink_[static_cast<std::size_t>(h)] -= head.sink_probability * static_cast<double>(head.delta);
     }
   }
 
@@ -236,9 +236,9 @@ class Worker {
         exp_sum(row, p_.sm_scale, head.lse, n);
       if (p_.attn && !p_.attn_with_sink) add(row, distribution_.get(), n);
       if (gradients)
-        softmax_gradient(row, ds() + h * count_, head.kept, head.delta, p_.sm_scale, n);
+        softmax_gradient(row, ds() + h * count_, head.sink_scale, head.delta, p_.sm_scale, n);
       else if (p_.attn_with_sink)
-        scale(row, head.kept, n);
+        scale(row, head.sink_scale, n);
       if (p_.attn_with_sink) add(row, distribution_.get(), n);
     }
   }

@@ -54,8 +54,8 @@ struct Rule {
 //     kv_evict_first          64 heads, 128 K: 14.25 → 11.21 ms (H100), 9.39 → 9.18 to 9.29 ms (H200). The
 //                             largest lead is 0 then: a CTA waits for the slowest of its wave
 //     prefetch_dkv_accum      64 heads, 128 K: 11.4 → 9.5 ms, 32 K: 8 % slower (H200); 64 K: 10.36 → 8.81 ms (H100).
-//                             The pair adds to a row half as often. Without kv_evict_first it is slower if memory is busy.
-//                             With share_keys memory is mostly idle
+//                             The pair adds to a row half as often. Without kv_evict_first it is slower if memory is
+//                             busy. With share_keys memory is mostly idle
 constexpr Rule kAscending{2, 3};
 constexpr Rule kEvictsKeysFirst{2, 3, 0.55};
 constexpr Rule kPrefetches{2, 1, 0.4, 0.75}, kPrefetchesAndEvicts{2, 1, 0.3}, kPrefetchesForSharedKeys{10, 3};

@@ -16,9 +16,9 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 // Per head, in shared memory: values for the softmax and its derivative.
 template <int kHeads>
 struct HeadValues {
-  float shift[kHeads];  // lse_log2: log2(e) lse', or log2(e) lse with attn that is without the sink
-  float kept[kHeads];   // sink_scale: exp(lse − lse'), or 1; only with attn
-  float delta[kHeads];  // Σ out · d_out, times sm_scale
+  float lse_log2[kHeads];    // log2(e) lse', or log2(e) lse with attn that is without the sink
+  float sink_scale[kHeads];  // exp(lse − lse'), or 1; only with attn
+  float delta[kHeads];       // Σ out · d_out, times sm_scale
 };
 
 // ---- the last valid entry
@@ -72,8 +72,8 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return of_diagonal == 0 ? products[0] : of_diagonal == 1 ? products[1] : 0;
 }
 
-// The sum over the lanes of a warp of their parts of one dot product, in the order in which delta_of_heads adds them. So
-// delta and dq have the same bits whether the preprocess (passes/fixed_point_units.hpp) or the main kernel computes it.
+// The sum of a warp's parts of one dot product, in the order in which delta_of_heads adds them. So delta and dq have the
+// same bits whether the preprocess (passes/fixed_point_units.hpp) or the main kernel computes delta.
 HOPWELL_DEVICE float sum_of_dot(float part) {
   return tile::reduce<8, 16>(tile::reduce<4, 1>(part, tile::Plus{}), tile::Plus{});
 }
@@ -149,17 +149,17 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
   const float lse = given_lse * tile::kLog2E, sink = given_sink * tile::kLog2E;  // infinite, too, from 2.4e38 on
   float delta = p.delta ? inputs.delta : delta_of_heads(inputs, heads);
   if (row < kHeads) {
-    float kept = 1, shift = lse, taken = 0;
+    float sink_scale = 1, lse_log2 = lse, sink_probability = 0;
     if (given_lse == INFINITY) delta = 0;
     if (sink != -INFINITY && given_lse != INFINITY) {
       const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
-      if (!kAttn || p.attn_with_sink) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
-      if (!kAttn || !p.attn_with_sink) kept = 1 / (1 + arch::exp2_approx(sink - lse));
-      taken = given_sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
+      if (!kAttn || p.attn_with_sink) lse_log2 = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
+      if (!kAttn || !p.attn_with_sink) sink_scale = 1 / (1 + arch::exp2_approx(sink - lse));
+      sink_probability = given_sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
     }
     if (p.sink_parts && row < heads && work.first_entry == 0)
-      p.sink_parts[int64_t{work.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
-    values.shift[row] = shift, values.kept[row] = kept, values.delta[row] = delta * p.sm_scale;
+      p.sink_parts[int64_t{work.query} * p.h_q + head] = sink_probability == 0 ? 0 : -sink_probability * delta;
+    values.lse_log2[row] = lse_log2, values.sink_scale[row] = sink_scale, values.delta[row] = delta * p.sm_scale;
   }
   arch::syncwarp();  // kept: the lanes converge again; the following shuffles would converge them too
 }

@@ -26,7 +26,7 @@ LaunchPlan plan_launch(const Problem& problem, std::int64_t first_head, std::int
 // True if the heads after the last whole tile of 64 have a launch of their own, by the kernel for few heads.
 //
 //     heads    time of a query / time of a work tile of 64 heads    measured on
-//     1–16     0.80                                                 H200, s_q 200 … 4,096, topk 2,048, d_qk 576, 8 K keys
+//     1–16     0.80                                                 H200, s_q 200 to 4,096, topk 2,048, d_qk 576, 8 K
 //     17–32    0.92                                                 the same
 //
 // A launch takes whole waves of CTAs. With more queries than SMs, a CTA of the kernel for few heads takes two queries

@@ -301,8 +301,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
       "prefetch_l2 load_streaming store_streaming load_shared_v4 store_shared_v4 load_acquire load_relaxed "
       "load_relaxed_v4 store_relaxed_v4 load_vector store_vector",
       Inputs::bits, Compare::bits, 256, 1088, wide_accesses, 64);
-  cases.push_back({"grid_indices", "block_index block_index_anew block_index_3d grid_size", Inputs::bits, Compare::bits, 1, 12 * 32,
-                   [=](uint32_t* in, uint32_t* out) {
+  cases.push_back({"grid_indices", "block_index block_index_anew block_index_3d grid_size", Inputs::bits, Compare::bits,
+                   1, 12 * 32, [=](uint32_t* in, uint32_t* out) {
                      start(grid_indices, {.grid = {3, 2, 2}, .threads = 32, .shared_bytes = shared}, in, out);
                    }});
 }

@@ -132,7 +132,7 @@ struct TileCursor {
   }
 };
 
-// ---- producers --------------------------------------------------------------------------------------------------------
+// ---- producers ------------------------------------------------------------------------------------------------------
 
 // This lane's two rows of a tile: their weights, and the keys visible to the tile's queries.
 struct TileWeights {
@@ -229,7 +229,7 @@ HOPWELL_DEVICE void produce_weights(const Params& p, ScoreStorage<T>& s, const P
   }
 }
 
-// ---- scores -----------------------------------------------------------------------------------------------------------
+// ---- scores ---------------------------------------------------------------------------------------------------------
 
 // 64 keys, 16 of them in this warp, as A fragments: 32 bytes of a row per step, for either type.
 template <class T>
@@ -373,7 +373,7 @@ HOPWELL_DEVICE void score_tiles(const Params& p, ScoreStorage<T>& s, const Part&
   }
 }
 
-// ---- kernel -----------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The work of a CTA. If queries may not see all keys, its threads compute it together. Otherwise each thread computes
 // it alone, so that no thread waits for shared memory.
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
 #endif
 }
 
-// ---- launch -----------------------------------------------------------------------------------------------------------
+// ---- launch ---------------------------------------------------------------------------------------------------------
 
 // Without relu, which is rare, only the masked variant is compiled; it also handles queries that see all keys.
 template <int kHeads, class T>

@@ -209,7 +209,7 @@ HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& 
   arch::barrier_sync(1, kThreads);
 }
 
-// ---- heads ------------------------------------------------------------------------------------------------------------
+// ---- heads ----------------------------------------------------------------------------------------------------------
 
 // Stores d_q and d_weight of a head, which is row `half` of a thread's two rows; t: index of the thread in its quad. A
 // NaN in g makes d_weight NaN, and then all of d_q is NaN, because products of NaN with masked zeros are NaN.
@@ -320,7 +320,7 @@ HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, i
   store_heads<kRelu>(p, s, query, first, entries, d_q);
 }
 
-// ---- entries ----------------------------------------------------------------------------------------------------------
+// ---- entries --------------------------------------------------------------------------------------------------------
 
 // Deterministic sums: multiples of the keys' units, 64 columns at a time. keys: of this lane's rows; `key`: of the row
 // that it adds, or −1.
@@ -381,7 +381,7 @@ HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s,
   arch::bulk_wait<0>();  // the copy engine must have read the rows
 }
 
-// ---- kernel -----------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // One CTA per query and 64 of its heads.
 template <bool kRelu>

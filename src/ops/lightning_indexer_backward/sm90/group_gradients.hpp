@@ -42,7 +42,7 @@ struct GroupGradientStorage {
 };
 static_assert(sizeof(GroupGradientStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
-// ---- heads ------------------------------------------------------------------------------------------------------------
+// ---- heads ----------------------------------------------------------------------------------------------------------
 
 // Stores which of this warp's products are positive. Eight keys and 16 rows have four words, by the lowest bit of the
 // key and the half of the rows. Bit 4 · row + key / 2 is the bit of a row of 8 and a key of 8.
@@ -135,7 +135,7 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
   if (set.has(member)) store_block(p, s, group, block, member, d_q, d_weights);
 }
 
-// ---- entries ----------------------------------------------------------------------------------------------------------
+// ---- entries --------------------------------------------------------------------------------------------------------
 
 // This lane's keys of a tile: `own` and 8 further on; and the key that it adds, among its warp's 16, if the lane index
 // is below 16.
@@ -323,7 +323,7 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
   }
 }
 
-// ---- kernel -----------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // One CTA per group.
 template <bool kRelu, int kRows>

@@ -9,8 +9,8 @@
 // no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
-//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row. Stores
-//                                    delta for the main kernels, so that they do not read out
+//     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row.
+//                                    Stores delta for the main kernels, so that they do not read out
 //     sparse_mla_bwd_choose_units    2^e
 //
 // Rows of window_kv are bounded in the same way, by the same a and b. sparse_mla_bwd_list_window_rows writes an index

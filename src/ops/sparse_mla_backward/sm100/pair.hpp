@@ -329,7 +329,8 @@ template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int warp = arch::warp_index() % 4, row = 32 * warp + arch::lane_index(), steps = entries.tiles(Config::kKeys);
   const HeadValues<64>& heads = s.heads[row / 64];
-  const float shift = heads.shift[row % 64], kept = kAttn ? heads.kept[row % 64] : 1, delta = heads.delta[row % 64];
+  const float lse_log2 = heads.lse_log2[row % 64], sink_scale = kAttn ? heads.sink_scale[row % 64] : 1,
+              delta = heads.delta[row % 64];
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, 0), rank = arch::cluster_rank(),
                  own_keys = PairConfig::kOwnKeys * rank, tmem_ds = tmem + PairTmem::kDs + own_keys / 2;
   const uint32_t shared_p = arch::shared_address(s.p[rank]), shared_ds = arch::shared_address(s.ds[rank]);
@@ -342,7 +343,7 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
     add_partial(s, own, 2 * step, warp);
     load_partial(own_dp, theirs, tmem + PairTmem::kDp, own_keys, parity, s.dp_full, s.dp_empty);
     send_partial(s, theirs, 2 * step + 1, warp);
-    exponentiate(probability, own, p.scale_log2, shift);  // during the exchange
+    exponentiate(probability, own, p.scale_log2, lse_log2);  // during the exchange
     if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + int(own_keys));
     add_partial(s, own_dp, 2 * step + 1, warp);
     arch::mbarrier_wait(s.ds_empty, parity ^ 1);
@@ -351,8 +352,8 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
     HOPWELL_UNROLL
     for (int v = 0; v < 4; ++v) {
       const uint32_t at = tile::swizzled_narrow(row, v);
-      const arch::Words4 ds =
-          store_p_and_ds(probability + 8 * v, own_dp + 8 * v, kept, p.sm_scale, delta, shared_p + at, shared_ds + at);
+      const arch::Words4 ds = store_p_and_ds(probability + 8 * v, own_dp + 8 * v, sink_scale, p.sm_scale, delta,
+                                             shared_p + at, shared_ds + at);
       arch::tmem_store<arch::TmemShape::b32x32>(tmem_ds + 4 * uint32_t(v), ds.w);
     }
     arch::tmem_wait_store();

@@ -179,7 +179,8 @@ template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int quarter = arch::warp_index() % 4, position = 32 * quarter + arch::lane_index();
   const int row = position % 64, half = position / 64, steps = entries.tiles(Config::kKeys);
-  const float shift = s.heads.shift[row], kept = kAttn ? s.heads.kept[row] : 1, delta = s.heads.delta[row];
+  const float lse_log2 = s.heads.lse_log2[row], sink_scale = kAttn ? s.heads.sink_scale[row] : 1,
+              delta = s.heads.delta[row];
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, 0);
   const uint32_t shared_p = arch::shared_address(&s.p), shared_ds = arch::shared_address(&s.ds);
   for (int step = 0; step < steps; ++step) {
@@ -188,7 +189,7 @@ HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkT
     float probability[32];
     tile::wait_tensor_memory(s.s_full, parity);
     tile::load_tensor_memory(acc, tmem + SingleTmem::kS);
-    exponentiate(probability, acc, p.scale_log2, shift);
+    exponentiate(probability, acc, p.scale_log2, lse_log2);
     if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + 32 * half);
     tile::wait_tensor_memory(s.dp_full, parity);
     tile::load_tensor_memory(acc, tmem + SingleTmem::kDp);
@@ -197,7 +198,7 @@ HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkT
     HOPWELL_UNROLL
     for (int v = 0; v < 4; ++v) {
       const uint32_t at = tile::swizzled(row, 4 * half + v);
-      store_p_and_ds(probability + 8 * v, acc + 8 * v, kept, p.sm_scale, delta, shared_p + at, shared_ds + at);
+      store_p_and_ds(probability + 8 * v, acc + 8 * v, sink_scale, p.sm_scale, delta, shared_p + at, shared_ds + at);
     }
     arch::fence_proxy_async();
     arch::mbarrier_arrive(s.ds_full);

@@ -80,12 +80,13 @@ HOPWELL_DEVICE void load_heads(uint32_t panels, const bf16* source, int64_t stri
 
 // ---- P and dS
 
-// One head and kCount keys: exp(score − shift), at most 2^64. NaN stays NaN.
+// One head and kCount keys: exp(score − lse), at most 2^64. NaN stays NaN.
 template <int kCount>
-HOPWELL_DEVICE void exponentiate(float (&p)[kCount], const uint32_t (&scores)[kCount], float scale_log2, float shift) {
+HOPWELL_DEVICE void exponentiate(float (&p)[kCount], const uint32_t (&scores)[kCount], float scale_log2,
+                                 float lse_log2) {
   HOPWELL_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    const float e = arch::bit_cast<float>(scores[i]) * scale_log2 - shift;
+    const float e = arch::bit_cast<float>(scores[i]) * scale_log2 - lse_log2;
     p[i] = arch::exp2_approx(e > Config::kLargestExponent ? Config::kLargestExponent : e);
   }
 }
@@ -104,14 +105,14 @@ HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], co
   arch::syncwarp();  // kept: lanes have diverged
 }
 
-// Eight keys of a head: converts P (before multiplication by `kept`, which is sink_scale) and dP to P and dS in shared
+// Eight keys of a head: converts P (before multiplication by `sink_scale`) and dP to P and dS in shared
 // memory. Returns dS.
-HOPWELL_DEVICE arch::Words4 store_p_and_ds(const float* probability, const uint32_t* d_probability, float kept,
+HOPWELL_DEVICE arch::Words4 store_p_and_ds(const float* probability, const uint32_t* d_probability, float sink_scale,
                                            float sm_scale, float delta, uint32_t p, uint32_t ds) {
   float x[8], y[8];
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i) {
-    x[i] = probability[i] * kept;
+    x[i] = probability[i] * sink_scale;
     y[i] = x[i] * (arch::bit_cast<float>(d_probability[i]) * sm_scale - delta);
   }
   arch::store_shared_v4(p, tile::pack_chunk(x));

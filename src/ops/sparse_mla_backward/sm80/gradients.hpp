@@ -182,16 +182,18 @@ HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T
   const int row = 16 * tile.head_group + tile::fragment_row();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const float shift = s.heads.shift[row + 8 * half], kept = kAttn ? s.heads.kept[row + 8 * half] : 1;
+    const float lse_log2 = s.heads.lse_log2[row + 8 * half],
+                sink_scale = kAttn ? s.heads.sink_scale[row + 8 * half] : 1;
     HOPWELL_UNROLL
     for (int n = 0; n < T::kScoreKeys / 8; ++n) {
       float* e = &acc[n][2 * half];
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const float x = e[i] * p.scale_log2 - shift;
+        const float x = e[i] * p.scale_log2 - lse_log2;
         e[i] = arch::exp2_approx(x > kLargestExponent ? kLargestExponent : x);  // NaN stays NaN
       }
-      *pair_of<T>(s.p, tile, n, half) = kAttn ? arch::pack_bf16(e[0] * kept, e[1] * kept) : arch::pack_bf16(e[0], e[1]);
+      *pair_of<T>(s.p, tile, n, half) =
+          kAttn ? arch::pack_bf16(e[0] * sink_scale, e[1] * sink_scale) : arch::pack_bf16(e[0], e[1]);
     }
   }
   if constexpr (kAttn) sum_heads<T>(acc, s, tile);

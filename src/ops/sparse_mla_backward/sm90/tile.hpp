@@ -248,10 +248,10 @@ template <bool kMerged = false>
 HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads, int t,
                            const HeldKeys& held = {}) {
   const int row = tile::wgmma_row_of(t);
-  const float shift0 = heads.shift[row], shift1 = heads.shift[row + 8];
+  const float lse0 = heads.lse_log2[row], lse1 = heads.lse_log2[row + 8];
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e) {
-    const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
+    const float x = acc[e] * p.scale_log2 - (e & 2 ? lse1 : lse0);
     acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // NaN stays NaN
     if (kMerged && !(held[e >> 1 & 1] >> (e / 4 * 2 + (e & 1)) & 1)) acc[e] = 0;
   }
@@ -262,13 +262,13 @@ template <bool kAttn>
 HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target,
                             int t) {
   const int row = tile::wgmma_row_of(t);
-  const float kept0 = kAttn ? heads.kept[row] : 1, kept1 = kAttn ? heads.kept[row + 8] : 1;
+  const float sink_scale0 = kAttn ? heads.sink_scale[row] : 1, sink_scale1 = kAttn ? heads.sink_scale[row + 8] : 1;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; j += 2) {
     uint32_t packed[4];
     HOPWELL_UNROLL
     for (int m = 0; m < 4; ++m) {
-      const float factor = m & 1 ? kept1 : kept0;
+      const float factor = m & 1 ? sink_scale1 : sink_scale0;
       packed[m] = arch::pack_bf16(kAttn ? acc[4 * j + 2 * m] * factor : acc[4 * j + 2 * m],
                                   kAttn ? acc[4 * j + 2 * m + 1] * factor : acc[4 * j + 2 * m + 1]);
     }

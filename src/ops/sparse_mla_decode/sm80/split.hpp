@@ -13,8 +13,8 @@
 // Codes     Both products read the raw codes by ldmatrix and decode them in registers to fp16, which has every e4m3
 //           number. Seen as 16-bit elements, ldmatrix.trans gives two columns of two keys in a word. Q is fp16 too,
 //           divided by a power of two for each head so that its largest element is within 2^14 … 2^15. A block's scale
-//           multiplies its partial scores in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13 to
-//           2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, its
+//           multiplies its partial scores in fp32, and P in fp16. fp16 has all scales that are powers of two from 2^-13
+//           to 2^7, and rounds their products with P (error bound: is_exact_scale). If a step has other scales, its
 //           blocks are decoded to bf16(fp32(code · scale)) in fp32, as the operator defines them, and multiplied as
 //           bf16. A NaN code makes the key's scores NaN
 // Entries   256 at a time. The rows of valid entries are listed in order, so all steps of a list but the last are full,
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   }
 }
 
-// ---- on the host ------------------------------------------------------------------------------------------------------
+// ---- on the host ----------------------------------------------------------------------------------------------------
 
 template <class RowsOfFormat>
 SplitKernel split_kernel(int heads) {

@@ -5,7 +5,7 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// ---- O += P V ---------------------------------------------------------------------------------------------------------
+// ---- O += P V -------------------------------------------------------------------------------------------------------
 
 // Output of a warp's 64 columns: four blocks of 16 columns.
 template <class Config>
@@ -165,7 +165,7 @@ HOPWELL_DEVICE void accumulate(const SplitStorage<Config>& s, int stage, bool ex
   }
 }
 
-// ---- results ----------------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
 // Element of a lane's output: its head of the tile and its column.
 template <class Config, class Store>

@@ -5,7 +5,7 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// ---- Q ----------------------------------------------------------------------------------------------------------------
+// ---- Q --------------------------------------------------------------------------------------------------------------
 
 // A power of two that brings a head's largest |q| to 2^14 … 2^15, so that all of q fits in fp16; and its inverse. It
 // is at most 2^100, because it must fit in fp32: a largest |q| below 2^-86 stays below 2^14. If an element is infinite
@@ -19,17 +19,21 @@ HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
-// A warp's columns of Q as operand B of its products, 16 columns a step: a chunk of its block, or of RoPE.
+// A warp's columns of Q as operand B of its products, in chunks of 16 columns: four of its block, and one of RoPE.
 template <class Config>
 struct Query {
   using Row = typename Config::Row;
-  uint32_t words[Config::kSteps][Config::kHeadBlocks][2];
+  uint32_t words[Config::kChunks][Config::kHeadBlocks][2];
 
-  // Whether a step multiplies bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With codes a
-  // lane has columns 4 t to 4 t + 3.
-  static HOPWELL_DEVICE bool is_plain(int warp, int step) { return step < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain; }
-  static HOPWELL_DEVICE int column_of(int warp, int step) { return step < 4 ? 64 * warp + 16 * step : kDv + 16 * warp; }
-  static HOPWELL_DEVICE bool has(int warp, int step) { return step < 4 || warp < 4; }
+  // Whether a chunk is multiplied as bf16. Of its 16 columns a lane then has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With
+  // codes a lane has columns 4 t to 4 t + 3.
+  static HOPWELL_DEVICE bool is_plain(int warp, int chunk) {
+    return chunk < 4 ? Row::is_plain(warp) : Row::kRopeIsPlain;
+  }
+  static HOPWELL_DEVICE int column_of(int warp, int chunk) {
+    return chunk < 4 ? 64 * warp + 16 * chunk : kDv + 16 * warp;
+  }
+  static HOPWELL_DEVICE bool has(int warp, int chunk) { return chunk < 4 || warp < 4; }
 
   // Loads unconverted bf16, and writes the largest |q| of the warp's columns.
   HOPWELL_DEVICE void load(const SplitParams& p, SplitStorage<Config>& s, const Work& work) {
@@ -41,15 +45,15 @@ struct Query {
       const bf16* row = of_query + (head < p.h_q ? head : 0) * p.q_stride[2];
       float largest = 0;
       HOPWELL_UNROLL
-      for (int step = 0; step < Config::kSteps; ++step) {
-        const bool exists = head < p.h_q && has(warp, step), plain = is_plain(warp, step);
-        const bf16* at = row + (has(warp, step) ? column_of(warp, step) : 0) + (plain ? 2 : 4) * t;
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        const bool exists = head < p.h_q && has(warp, chunk), plain = is_plain(warp, chunk);
+        const bf16* at = row + (has(warp, chunk) ? column_of(warp, chunk) : 0) + (plain ? 2 : 4) * t;
         HOPWELL_UNROLL
         for (int i = 0; i < 2; ++i) {
           const uint32_t word = *reinterpret_cast<const uint32_t*>(at + (plain ? 8 : 2) * i);
-          words[step][j][i] = exists ? word : 0;
-          const float low = arch::bit_cast<float>(words[step][j][i] << 16 & 0x7fffffff),
-                      high = arch::bit_cast<float>(words[step][j][i] & 0x7fff0000);
+          words[chunk][j][i] = exists ? word : 0;
+          const float low = arch::bit_cast<float>(words[chunk][j][i] << 16 & 0x7fffffff),
+                      high = arch::bit_cast<float>(words[chunk][j][i] & 0x7fff0000);
           // As integers, NaN is the largest.
           largest = arch::bit_cast<float>(
               tile::Larger{}(arch::bit_cast<uint32_t>(largest),
@@ -71,17 +75,17 @@ struct Query {
     for (int j = 0; j < Config::kHeadBlocks; ++j) {
       const float down = unit_of(s, 8 * j + g).down;
       HOPWELL_UNROLL
-      for (int step = 0; step < Config::kSteps; ++step) {
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
         float x[4];
         HOPWELL_UNROLL
         for (int i = 0; i < 4; ++i) {
-          const uint32_t word = words[step][j][i / 2];
+          const uint32_t word = words[chunk][j][i / 2];
           x[i] = arch::bit_cast<float>(i % 2 ? word & 0xffff0000 : word << 16) * down;
         }
-        if (is_plain(warp, step)) {
-          words[step][j][0] = arch::pack_bf16(x[0], x[1]), words[step][j][1] = arch::pack_bf16(x[2], x[3]);
+        if (is_plain(warp, chunk)) {
+          words[chunk][j][0] = arch::pack_bf16(x[0], x[1]), words[chunk][j][1] = arch::pack_bf16(x[2], x[3]);
         } else {
-          words[step][j][0] = arch::pack_fp16(x[0], x[2]), words[step][j][1] = arch::pack_fp16(x[1], x[3]);
+          words[chunk][j][0] = arch::pack_fp16(x[0], x[2]), words[chunk][j][1] = arch::pack_fp16(x[1], x[3]);
         }
       }
     }
@@ -96,7 +100,7 @@ struct Query {
   }
 };
 
-// ---- S = K Q ----------------------------------------------------------------------------------------------------------
+// ---- S = K Q --------------------------------------------------------------------------------------------------------
 
 // Whether fp16 is exact for a scale and precise enough for its products with P: 0, or a power of two from 2^-13 to 2^7.
 // A factor of P is 2^8 · scale, and fp16 loses products below 2^-25. So n keys of a split lose at most
@@ -193,7 +197,7 @@ HOPWELL_DEVICE void multiply_scaled_codes(const SplitParams& p, const SplitStora
   }
 }
 
-// A step of 16 columns of bf16, at byte `offset` of the rows.
+// A chunk of 16 columns of bf16, at byte `offset` of the rows.
 template <class Config>
 HOPWELL_DEVICE void multiply_plain(const SplitStorage<Config>& s, int stage, int key, int offset,
                                    const uint32_t (&q)[Config::kHeadBlocks][2], ScoresOfWarp<Config>& partial) {
@@ -279,7 +283,7 @@ HOPWELL_DEVICE bool multiply_keys(const SplitParams& p, SplitStorage<Config>& s,
   return exact;
 }
 
-// ---- softmax ----------------------------------------------------------------------------------------------------------
+// ---- softmax --------------------------------------------------------------------------------------------------------
 
 // A lane's head and its softmax: row_max of the head, and a sum for each key of the lane in a step. So a sum is over
 // the same keys for any number of heads, and sums are added in pairs.

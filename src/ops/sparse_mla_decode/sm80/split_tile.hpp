@@ -24,9 +24,9 @@ struct SplitConfig {
   static constexpr int kKeys = 32, kListed = kThreads;  // keys of a step; entries that are listed at a time
   static constexpr int kStages = TheRows::kHasCodes && kHeads <= 16 ? 3 : 2;
   static constexpr int kStageBytes = kKeys * TheRows::kPitch;
-  static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;  // elements; no bank conflicts
-  static constexpr int kLanesOfHead = 32 / kHeadBlocks;           // in the softmax; each has kHeadBlocks keys
-  static constexpr int kSteps = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, in the product of K and Q
+  static constexpr int kPitchS = kKeys + 4, kPitchP = kKeys + 8;   // elements; no bank conflicts
+  static constexpr int kLanesOfHead = 32 / kHeadBlocks;            // in the softmax; each has kHeadBlocks keys
+  static constexpr int kChunks = 4 + (TheRows::kHasRope ? 1 : 0);  // of 16 columns, that a warp multiplies with Q
   // CTAs per SM by registers: two, unless a kernel needs more than 128. 32 heads do, and 16 heads of V4, whose last
   // block is bf16. An SM that has less shared memory than Hopper's may run one: see Budget in split.hpp.
   static constexpr int kCtasOfSm = kHeads == 32 || (kHeads == 16 && TheRows::kHasCodes && TheRows::is_plain(7)) ? 1 : 2;
@@ -151,7 +151,7 @@ struct Copies {
   }
 };
 
-// ---- keys of a step as operands ------------------------------------------------------------------------------------------
+// ---- keys of a step as operands -------------------------------------------------------------------------------------
 
 // Address of this lane's row for ldmatrix: 16 keys from `key` on, and the two 16-byte chunks from byte `offset` on.
 template <class Config>

@@ -82,7 +82,7 @@ struct Work {
       : query(arch::block_index() / p.head_tiles), first_head(arch::block_index() % p.head_tiles * T::kHeads) {}
 };
 
-// ---- keys and Q -------------------------------------------------------------------------------------------------------
+// ---- keys and Q -----------------------------------------------------------------------------------------------------
 
 // Threads that copy a row.
 template <class T>
@@ -154,7 +154,7 @@ struct Query {
   }
 };
 
-// ---- S = Q Kᵀ and softmax ---------------------------------------------------------------------------------------------
+// ---- S = Q Kᵀ and softmax -------------------------------------------------------------------------------------------
 
 struct Scores {
   float x[2];
@@ -235,7 +235,7 @@ HOPWELL_DEVICE void softmax(SharedStorage<T>& s, int stage, float scale_log2) {
   }
 }
 
-// ---- O += P V ---------------------------------------------------------------------------------------------------------
+// ---- O += P V -------------------------------------------------------------------------------------------------------
 
 // A warp's columns of the output, as accumulators: eight columns for each n.
 template <class T>
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(T::kThreads, (kCtasOfSm<T, KernelParams>))
   store<T>(p, s, out);
 }
 
-// ---- on the host ------------------------------------------------------------------------------------------------------
+// ---- on the host ----------------------------------------------------------------------------------------------------
 
 inline int heads_of_tile(std::int64_t h_q) { return h_q <= 16 ? 16 : h_q <= 32 ? 32 : 64; }
 inline std::int64_t head_tiles(std::int64_t h_q) { return tile::ceil_div(h_q, heads_of_tile(h_q)); }
