@@ -279,8 +279,8 @@ def test_a_factor_of_the_loss_is_not_rounded_to_bfloat16(dense: bool) -> None:
     factor = 1 / 3
     for gradient, expected in zip(torch.autograd.grad(factor * loss(*leaves), leaves), plain, strict=True):
         assert gradient.dtype == expected.dtype
-        ratio = (gradient.double() * expected.double()).sum() / expected.double().square().sum()
-        assert abs(ratio / factor - 1) <= 2**-10  # the elements are rounded up or down
+        ratios = (gradient.double() / expected.double())[expected != 0]
+        assert abs(ratios.median() / factor - 1) <= 2**-10  # the elements are rounded up or down
 
 
 @pytest.mark.parametrize("d_loss", [0.0, 1e-30, 0.5, 1.0])
