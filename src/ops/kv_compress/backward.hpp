@@ -65,7 +65,8 @@ struct BiasSums {
   }
 };
 
-// Gradients of a thread's entries of one batch, whose weights are `entries.gate` times `factor`.
+// Gradients of a thread's entries of one batch: `entries.gate` times `weighted_d_out`, which weigh_d_out has made, is
+// weight times d_out.
 template <class T, class F>
 HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& window, const Thread& thread, int batch,
                                     const Entries<T, F>& entries, const Pool& pool,
@@ -167,15 +168,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
   const auto [key_tile, slab, unused] = arch::block_index_3d();
-  if (key_tile >= p.key_tiles.count) {
+  if (key_tile >= p.key_tiles.count)
     return clear_unused(p, ((key_tile - p.key_tiles.count) * o.shape.slabs + slab) * Config::kThreads);
-  }
   const Thread thread(o.shape, slab);
   const BiasSums<T, F> sums(p, thread, key_tile, s);
   const int64_t first = key_tile * p.key_tiles.keys, end = std::min(first + p.key_tiles.keys, o.blocks.n);
-  const auto complete = [&](Pool& pool) {  // for every group
+  // Completes the softmax of a window, whose entries of this thread have the maximum own.max, and weighs its d_out.
+  // False if the thread has no entry.
+  const auto complete = [&](Pool& pool, const Pool& own, const Window& window, int64_t key, float (&d_out)[kColumns]) {
     combine_groups<T, F>(o, pool, s);
     pool.divide();
+    if (!window.made || thread.column >= o.d) return false;
+    load_d_out(p, key, thread, d_out);
+    weigh_d_out(pool, own.max, d_out);
+    return true;
   };
   if constexpr (F::exact) {
     for_each_window<F>(o, int(first), int(end), thread, s.stages,
@@ -183,12 +189,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
                          Pool pool;
                          pool.add(entries);
                          const Pool own = pool;
-                         complete(pool);
-                         if (!window.made || thread.column >= o.d) return;
                          float d_out[kColumns];
-                         load_d_out(p, key, thread, d_out);
-                         weigh_d_out(pool, own.max, d_out);
-                         store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+                         if (complete(pool, own, window, key, d_out))
+                           store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
                        });
   } else {
     for_each_long_window(o, first, end, thread, [&](const Window& window, int64_t key) {
@@ -196,11 +199,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasOfSm)
       for_each_batch<F>(o, window, thread, s.stages[0],
                         [&](Entries<T, F>& entries, int /*batch*/) { pool.add(entries); });
       const Pool own = pool;
-      complete(pool);
-      if (!window.made || thread.column >= o.d) return;
       float d_out[kColumns];
-      load_d_out(p, key, thread, d_out);
-      weigh_d_out(pool, own.max, d_out);
+      if (!complete(pool, own, window, key, d_out)) return;
       for_each_batch<F>(o, window, thread, s.stages[0], [&](Entries<T, F>& entries, int batch) {
         own.exponentiate(entries);
         store_gradients(p, window, thread, batch, entries, pool, d_out, sums);

@@ -19,7 +19,8 @@ HOPWELL_DEVICE QueryUnit query_unit(float largest) {
   return {mla_cache::power_of_two(-e), mla_cache::power_of_two(e)};
 }
 
-// A warp's columns of Q as operand B of its products, in chunks of 16 columns: four of its block, and one of RoPE.
+// A warp's columns of Q as operand B of its products, in chunks of 16 columns: four chunks of its block, and a chunk
+// of RoPE.
 template <class Config>
 struct Query {
   using Row = typename Config::Row;
