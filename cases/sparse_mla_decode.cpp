@@ -448,6 +448,8 @@ Problems problems_of_many_heads() {
                .q_size = rows == Rows::kPerTensor ? 1e-3 : 0.1});
   add("v4_many_tiles", {.rows = Rows::kV4, .b = 1, .h_q = 64, .d_qk = 512, .topk = 300, .blocks = 30});
   add("bf16_splits", {.b = 1, .h_q = 64, .topk = 420, .blocks = 30, .keys_per_split = 320});
+  add("v32_splits_many_queries",
+      {.rows = Rows::kV32, .b = 133, .q_len = 1, .h_q = 17, .topk = 65, .keys_per_split = 64});
   add("bf16_512_two_caches", {.b = 1, .h_q = 33, .d_qk = 512, .topk = 200, .extra_topk = 70});
   add("rope_cache_splits", {.b = 1, .h_q = 50, .topk = 300, .blocks = 30, .keys_per_split = 256, .rope_cache = true});
   add("v32_some_scales",

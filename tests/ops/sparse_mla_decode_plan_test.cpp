@@ -43,6 +43,18 @@ TEST(SparseMlaDecodePlan, QueriesForHalfOfTheSmsHaveTwoCtasEach) { EXPECT_EQ(of_
 
 TEST(SparseMlaDecodePlan, ShortSplitsNeedNoMergeKernel) { EXPECT_EQ(of_cta(1, 2, 64), 2); }
 
+// The kernel for 64 heads stores a partial result of each split. With many queries a CTA has all splits of one, because
+// it loads Q once.
+TEST(SparseMlaDecodePlan, SplitsThatACtaDoesNotMerge) {
+  const auto stored = [](std::int64_t queries, std::int64_t splits) {
+    return distribute_splits({queries, 64, 1, splits, 256, 132, 0, false}, {.of_cta = 8'000, .of_tile = 4'500})
+        .splits_of_cta;
+  };
+  EXPECT_EQ(stored(8, 8), 1);
+  EXPECT_EQ(stored(64, 8), 4);
+  EXPECT_EQ(stored(128, 8), 8);
+}
+
 TEST(SparseMlaDecodePlan, IsANumberOfSplits) {
   for (const std::int64_t queries : {0, 1, 7, 64, 5000}) {
     for (const std::int64_t splits : {1, 2, 3, 17, 63, 65, 1000, 33'554'432}) {

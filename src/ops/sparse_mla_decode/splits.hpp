@@ -20,7 +20,8 @@ struct SplitCounts {
   std::int64_t head_tiles, splits;  // per query
   std::int64_t keys_of_split;       // at most
   int sms;
-  int clusters = 0;  // clusters of `splits` CTAs that run at the same time; 0: the kernel cannot merge in a cluster
+  int clusters = 0;    // clusters of `splits` CTAs that run at the same time; 0: the kernel cannot merge in a cluster
+  bool merges = true;  // a CTA merges its splits
 };
 
 struct SplitsOfCtas {
@@ -30,7 +31,7 @@ struct SplitsOfCtas {
 
 // The distribution for which a call takes the least time, by the kernel's clocks. A CTA that has all splits of a query
 // writes the output, and so does a cluster. Otherwise each CTA but a query's first one stores a partial result of each
-// of its splits, and the merge kernel follows.
+// of its splits, and the merge kernel follows. If CTAs do not merge, all of them do so for two splits or more.
 inline SplitsOfCtas distribute_splits(const SplitCounts& counts, const Clocks& of) {
   // Clocks of the merge kernel's launch, and of a merge in a cluster (H200).
   constexpr std::int64_t kMerge = 7000, kClusterMerge = 3500;
@@ -46,8 +47,9 @@ inline SplitsOfCtas distribute_splits(const SplitCounts& counts, const Clocks& o
   for (std::int64_t ctas = counts.splits; ctas > 0; --ctas) {
     const std::int64_t splits = tile::ceil_div(counts.splits, ctas);
     ctas = tile::ceil_div(counts.splits, splits);
-    const std::int64_t stored = counts.queries * counts.h_q * (1 + counts.splits - splits) * kBytesOfHead,
-                       merge = ctas == 1 ? 0 : kMerge + stored / kBytesOfClock;
+    const std::int64_t stored_splits = counts.merges ? 1 + counts.splits - splits : counts.splits,
+                       stored = counts.queries * counts.h_q * stored_splits * kBytesOfHead,
+                       merge = stored_splits == 1 ? 0 : kMerge + stored / kBytesOfClock;
     consider({splits, false}, tile::ceil_div(tiles * ctas, counts.sms) * (of.of_cta + splits * of_split) + merge);
   }
   // The emulator has room for more clusters than its SMs could hold.

@@ -15,6 +15,7 @@ struct SplitKernel {
   int threads;
   std::size_t shared_bytes;
   std::optional<Clocks> clocks = std::nullopt;  // absent: a CTA can have one split only
+  bool merges = false;                          // a CTA merges its splits; else it stores a partial result of each
   // Number of clusters of `size` CTAs that run at the same time; null if the kernel cannot merge splits in a cluster.
   int (*clusters_that_fit)(const runtime::Device& device, std::int64_t size) = nullptr;
 };

@@ -10,6 +10,7 @@
 //                              merge kernel follows
 //     a cluster                one split a CTA, on Hopper and for few queries: the CTAs merge their results
 //
+// A kernel that does not merge (SplitKernel::merges) stores a partial result of each split, unless the query has one.
 // Splits merge in the same order whatever CTAs have them, with the same bits. Partial results are stored for a limited
 // number of queries at a time, so that the workspace does not grow with b.
 #pragma once
@@ -41,7 +42,9 @@ struct SplitPlan {
   std::size_t stats = 0, out = 0;    // offsets in the workspace
   std::size_t workspace_bytes = 0;
 
-  [[nodiscard]] bool needs_merge_kernel() const { return ctas_of_query > 1 && !distribution.in_cluster; }
+  [[nodiscard]] bool needs_merge_kernel() const {
+    return splits > 1 && !(kernel.merges && ctas_of_query == 1) && !distribution.in_cluster;
+  }
 };
 
 // Why the split kernel does not support a problem, or null.
@@ -91,7 +94,8 @@ inline runtime::PlanOr<SplitPlan> plan_splits(const Problem& p, HeadsOfTile (*ke
                            .splits = plan.splits,
                            .keys_of_split = std::min(p.keys_per_split, topk),
                            .sms = p.device.sms,
-                           .clusters = can_merge ? plan.kernel.clusters_that_fit(p.device, plan.splits) : 0},
+                           .clusters = can_merge ? plan.kernel.clusters_that_fit(p.device, plan.splits) : 0,
+                           .merges = plan.kernel.merges},
                           *plan.kernel.clocks);
   }
   plan.ctas_of_query = tile::ceil_div(plan.splits, plan.distribution.splits_of_cta);

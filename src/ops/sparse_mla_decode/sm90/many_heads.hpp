@@ -1,8 +1,8 @@
-// sparse_mla_decode for Hopper, tiles of 64 heads: attention of one split of a query's keys, for rows of every format.
+// sparse_mla_decode for Hopper, tiles of 64 heads: attention of some splits of a query's keys, for rows of every format.
 //
 //     O[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
-// Tile      one query, 64 heads, one split of its entries; 64 keys at a time
+// Tile      one query, 64 heads, one or more splits of its entries; 64 keys at a time
 // Roles     warpgroup 0  low       S = Q Kᵀ, the softmax, and O += P V for columns 0 to 255
 //           warpgroup 1  high      O += P V for columns 256 to 511
 //           warpgroup 2  gather    finds the rows of valid entries, and copies rows of codes to the stages: gather.hpp
@@ -16,6 +16,7 @@
 // Codes     bf16(code · scale) by a shift and one product of bf16. It is correctly rounded if the scale is 0 or a bf16
 //           number from 2^-124 to below 2^8. A thread that meets another scale or a NaN code decodes again in fp32, as
 //           the operator defines the value.
+// Splits    A CTA stores a partial result of each of its splits: registers and shared memory have no room for a second O
 // Softmax   row_max m changes only when a row's maximum exceeds it by more than 8, in units of log 2
 //           (tile/gpu/softmax.hpp). Sums of even and of odd tiles are added separately. So sparse_mla_forward has the
 //           same bits if it has the same keys in the same tiles.
@@ -164,6 +165,13 @@ constexpr arch::WgmmaOptions kValues{.b_major = arch::Major::mn};
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
+// The splits of the CTA. Computed where the number is needed, to save registers.
+HOPWELL_DEVICE int splits_of_cta(const SplitParams& p) {
+  uint32_t block = uint32_t(arch::block_index());
+  arch::pin_registers(block);
+  return Work(p, 0, int(block)).splits;
+}
+
 // Row (head) `r` of a thread's two. Without warp_index(), because some lanes of a warp call it without the others.
 HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread_index()) + 8 * r; }
 
@@ -171,7 +179,7 @@ HOPWELL_DEVICE int row_of_thread(int r) { return tile::wgmma_row_of(arch::thread
 template <bool kEvenOdd>  // key_tiles.hpp
 struct Runs {
   static constexpr int kLength = kEvenOdd ? 4 : 2, kRuns = 64 * kBlocks / kLength / 2, kDistance = 4 * kLength;
-  static HOPWELL_DEVICE int first_column() { return kLength * tile::quad_lane(); }
+  static HOPWELL_DEVICE int first_column(int thread) { return kLength * tile::quad_lane(thread); }
   // Column j of run i.
   static HOPWELL_DEVICE float value(const Output& out, int r, int i, int j) {
     const int block = kEvenOdd ? 2 * i + j % 2 : i;  // of 8 columns
@@ -181,19 +189,23 @@ struct Runs {
 
 // Stores this warpgroup's columns from first_column on: of a partial result, or, times `factor`, of the final result.
 template <class Config>
-HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const Output& out, const float (&factor)[2]) {
+HOPWELL_DEVICE void store_columns(const SplitParams& p, int split, int first_column, const Output& out,
+                                  const float (&factor)[2]) {
   using Of = Runs<Config::kEvenOdd>;
-  const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const int head = work.first_head + row_of_thread(r), column = first_column + Of::first_column();
+    uint32_t block = uint32_t(arch::block_index()), thread = uint32_t(arch::thread_index());
+    arch::pin_registers(block), arch::pin_registers(thread);  // addresses are computed row by row, to save registers
+    const Work work(p, Config::kHeads, int(block));
+    const int head = work.first_head + tile::wgmma_row_of(int(thread)) + 8 * r,
+              column = first_column + Of::first_column(int(thread));
     if (head >= p.h_q) continue;
     const auto final = [&](int i, int j) { return final_value(Of::value(out, r, i, j), factor[r]); };
     const auto final_pair = [&](int i, int j) { return arch::pack_bf16(final(i, j), final(i, j + 1)); };
     const int64_t row = row_of_out(p, work.query, head) + column;
     bf16* const to = static_cast<bf16*>(p.out) + row;
     if (p.splits > 1) {
-      float* const partial = p.partial_out + (partial_row(p, work.query, work.split) + head) * kDv + column;
+      float* const partial = p.partial_out + (partial_row(p, work.query, work.split + split) + head) * kDv + column;
       HOPWELL_UNROLL
       for (int i = 0; i < Of::kRuns; ++i) {
         std::conditional_t<Of::kLength == 4, arch::Words4, arch::Words2> words;
@@ -224,7 +236,7 @@ HOPWELL_DEVICE void store_columns(const SplitParams& p, int first_column, const 
 
 // Stores the statistics of a partial result, or the lse of the final one. Returns the factors of O.
 template <class Config>
-HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[2], float (&factor)[2]) {
+HOPWELL_DEVICE void store_statistics(const SplitParams& p, int split, const Stats (&stats)[2], float (&factor)[2]) {
   const Work work(p, Config::kHeads);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -235,7 +247,7 @@ HOPWELL_DEVICE void store_statistics(const SplitParams& p, const Stats (&stats)[
     if (p.splits == 1)
       factor[r] = finish_head(p, work.query, head, stats[r], stores);
     else if (stores)
-      p.partial_stats[partial_row(p, work.query, work.split) + head] = arch::bit_cast<arch::Words2>(stats[r]);
+      p.partial_stats[partial_row(p, work.query, work.split + split) + head] = arch::bit_cast<arch::Words2>(stats[r]);
   }
 }
 
@@ -246,8 +258,6 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   if (arch::thread_index() == 0) s.scale_log2 = p.scale_log2 * p.kv_scale_factor();
   load_query<Config>(p, arch::shared_address(s.q));
   const float scale_log2 = s.scale_log2;
-  SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-  Output out = {};
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
   const auto store_of_rows = [&](const float (&x)[2]) {
@@ -255,43 +265,48 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) s.row_factor[row_of_thread(r)] = x[r];
   };
-  TileInfo info{};
   HOPWELL_NO_UNROLL
-  for (; !info.is_last; ++tile) {
-    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
-    slot.wait_full(0);
-    info = s.tiles.info[slot.stage()];
-    float scores[32], row_scale[2];
-    multiply_scores(s, slot, scores);
-    softmax(scale_log2, info.keys, scores, state, row_scale);
-    tile::Probabilities probabilities;
-    p_slot().wait_empty();
-    probabilities.round_and_store(scores, arch::shared_address(s.p));
-    store_of_rows(row_scale);
-    arch::fence_proxy_async();
-    p_slot().commit();
-    multiply_values(s, slot, 0, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
-      arch::wgmma_rs<kValues>(of_half, probabilities.fragment[step], v, accumulate);
-    });
-    state.next_tile();
+  for (int split = 0; split < splits_of_cta(p); ++split) {
+    SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
+    Output out = {};
+    TileInfo info{};
+    bool first = true;
+    HOPWELL_NO_UNROLL
+    for (; !info.is_last; ++tile, first = false) {
+      const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
+      slot.wait_full(0);
+      info = s.tiles.info[slot.stage()];
+      float scores[32], row_scale[2];
+      multiply_scores(s, slot, scores);
+      softmax(scale_log2, info.keys, scores, state, row_scale);
+      tile::Probabilities probabilities;
+      p_slot().wait_empty();
+      probabilities.round_and_store(scores, arch::shared_address(s.p));
+      store_of_rows(row_scale);
+      arch::fence_proxy_async();
+      p_slot().commit();
+      multiply_values(s, slot, 0, row_scale, out, first, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+        arch::wgmma_rs<kValues>(of_half, probabilities.fragment[step], v, accumulate);
+      });
+      state.next_tile();
+    }
+    if (split == splits_of_cta(p) - 1) tile::launch_dependents();
+    const Stats stats[2] = {state.stats(0), state.stats(1)};
+    float factor[2];
+    store_statistics<Config>(p, split, stats, factor);
+    if (p.splits == 1) {
+      p_slot().wait_empty();
+      store_of_rows(factor);
+      p_slot().commit();
+    }
+    if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, split, 0, out, factor);
   }
-  tile::launch_dependents();
-  const Stats stats[2] = {state.stats(0), state.stats(1)};
-  float factor[2];
-  store_statistics<Config>(p, stats, factor);
-  if (p.splits == 1) {
-    p_slot().wait_empty();
-    store_of_rows(factor);
-    p_slot().commit();
-  }
-  if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, 0, out, factor);
 }
 
 template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
-  Output out = {};
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
   const auto load_of_rows = [&](float (&x)[2]) {
@@ -299,21 +314,26 @@ HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) x[r] = s.row_factor[row_of_thread(r)];
   };
-  TileInfo info{};
   HOPWELL_NO_UNROLL
-  for (; !info.is_last; ++tile) {
-    const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
-    float row_scale[2];
-    load_of_rows(row_scale);
-    info = s.tiles.info[slot.stage()];
-    multiply_values(s, slot, 1, row_scale, out, tile == 0, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
-      arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
-    });
-    p_slot().release();
+  for (int split = 0; split < splits_of_cta(p); ++split) {
+    Output out = {};
+    TileInfo info{};
+    bool first = true;
+    HOPWELL_NO_UNROLL
+    for (; !info.is_last; ++tile, first = false) {
+      const auto slot = tile::ring_stage(s.tiles.ring, tile % 2, uint32_t(tile / 2 % 2));
+      float row_scale[2];
+      load_of_rows(row_scale);
+      info = s.tiles.info[slot.stage()];
+      multiply_values(s, slot, 1, row_scale, out, first, [&](auto& of_half, int step, uint64_t v, bool accumulate) {
+        arch::wgmma_ss<kValues>(of_half, a + tile::columns_on(step), v, accumulate);
+      });
+      p_slot().release();
+    }
+    float factor[2] = {0, 0};
+    if (p.splits == 1) load_of_rows(factor);
+    if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, split, kBlocks * 128, out, factor);
   }
-  float factor[2] = {0, 0};
-  if (p.splits == 1) load_of_rows(factor);
-  if (info.keys > 0 || p.splits == 1) store_columns<Config>(p, kBlocks * 128, out, factor);
 }
 
 #endif
@@ -352,7 +372,8 @@ template <class RowsOfFormat>
 SplitKernel many_heads_kernel() {
   using Config = many_heads::Config<RowsOfFormat>;
   static_assert(sizeof(many_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
-  return {sparse_mla_decode_sm90_many_heads<Config>, Config::kThreads, sizeof(many_heads::Storage<Config>)};
+  return {sparse_mla_decode_sm90_many_heads<Config>, Config::kThreads, sizeof(many_heads::Storage<Config>),
+          Clocks{.of_cta = 8'000, .of_tile = 4'500}, false};  // H200, V3.2 rows
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
