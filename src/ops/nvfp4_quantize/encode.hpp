@@ -8,6 +8,8 @@
 //     encode_by_thresholds   16-bit x: comparisons with thresholds of x's type, two elements at a time. If the global
 //                            scale comes from x, ties are frequent, and a table holds the thresholds of all scales
 //     encode_by_steps        bf16 x of usual size: saturating sums, at twice the rate of comparisons and logic
+//
+// The second and the third also encode a PreparedPair.
 #pragma once
 
 #include <cmath>
@@ -167,24 +169,39 @@ HOPWELL_DEVICE uint32_t join_bytes(uint32_t lower, uint32_t upper) {
 
 // Three comparisons an element, two elements at a time. fp16 magnitudes are compared as bf16, which is correct: bits of
 // nonnegative numbers have the same order in both types, and fp16's bits are below bf16's infinity.
+struct ThresholdCodes {
+  uint32_t t[7];
+  HOPWELL_DEVICE explicit ThresholdCodes(const Thresholds16& of_scale) {
+    const auto raw = arch::bit_cast<arch::Words4>(of_scale);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 7; ++i)
+      t[i] = i % 2 ? arch::half_twice<true>(raw.w[i / 2]) : arch::half_twice<false>(raw.w[i / 2]);
+  }
+  // Codes of two magnitudes, in the lowest bits of the halves.
+  HOPWELL_DEVICE uint32_t of(uint32_t magnitudes) const {
+    const auto select = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
+    const uint32_t four = where_larger(magnitudes, t[3]);
+    const uint32_t two = where_larger(magnitudes, select(four, t[5], t[1]));
+    const uint32_t one = where_larger(magnitudes, select(four, select(two, t[6], t[4]), select(two, t[2], t[0])));
+    return (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u);
+  }
+  // sum + kWeight · codes
+  template <uint32_t kWeight>
+  HOPWELL_DEVICE uint32_t add(uint32_t magnitudes, uint32_t sum) const {
+    return sum + of(magnitudes) * kWeight;
+  }
+};
+
 template <class T>
 HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& of_scale, uint32_t (&words)[2]) {
-  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
-  uint32_t t[7];
-  HOPWELL_UNROLL
-  for (int i = 0; i < 7; ++i)
-    t[i] = i % 2 ? arch::half_twice<true>(raw.w[i / 2]) : arch::half_twice<false>(raw.w[i / 2]);
-  const auto select = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
+  const ThresholdCodes codes_of_scale(of_scale);
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     uint32_t codes[4];  // two codes each, in the lowest bits of the halves
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
-      const uint32_t four = where_larger(magnitude, t[3]);
-      const uint32_t two = where_larger(magnitude, select(four, t[5], t[1]));
-      const uint32_t one = where_larger(magnitude, select(four, select(two, t[6], t[4]), select(two, t[2], t[0])));
-      codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
+      const uint32_t pair = x.words[4 * half + i];
+      codes[i] = codes_of_scale.of(pair & 0x7fff7fffu) | (pair >> 12 & 0x00080008u);
     }
     words[half] = join_bytes(codes[0] + codes[1] * 256, codes[2] + codes[3] * 256);
   }
@@ -222,38 +239,89 @@ HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
           0};
 }
 
-// Sums the code indices of two words as multiples of the smallest fp16 number, and of 256 times this number. Below
-// 2,048 times the smallest number, the bits of an fp16 are an integer, so each word's indices are bytes of the sum.
-HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
-  constexpr uint32_t kScale = 0x70007000u, kZero = 0;
-  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
-  const uint32_t t3 = arch::half_twice<false>(raw.w[0]), t1 = arch::half_twice<true>(raw.w[0]),
-                 t5_t1 = arch::half_twice<false>(raw.w[1]), t0 = arch::half_twice<true>(raw.w[1]),
-                 t2_t0 = arch::half_twice<false>(raw.w[2]), t4_t0 = arch::half_twice<true>(raw.w[2]),
-                 rest = arch::half_twice<false>(raw.w[3]);
-  // sum + index · one, of two numbers
-  const auto add_index = [&](uint32_t pair, uint32_t one_index, uint32_t sum) {
-    const uint32_t magnitude = pair & 0x7fff7fffu;
-    const uint32_t four = arch::fma_saturated_fp16(magnitude, kScale, t3);
-    const uint32_t two = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, t5_t1, t1));
+// Adds codes as multiples of the smallest fp16 number. Below 2,048 times this number, the bits of an fp16 are an
+// integer.
+struct StepCodes {
+  uint32_t t3, t1, t5_t1, t0, t2_t0, t4_t0, rest;
+  HOPWELL_DEVICE explicit StepCodes(const Steps& of_scale) {
+    const auto raw = arch::bit_cast<arch::Words4>(of_scale);
+    t3 = arch::half_twice<false>(raw.w[0]), t1 = arch::half_twice<true>(raw.w[0]);
+    t5_t1 = arch::half_twice<false>(raw.w[1]), t0 = arch::half_twice<true>(raw.w[1]);
+    t2_t0 = arch::half_twice<false>(raw.w[2]), t4_t0 = arch::half_twice<true>(raw.w[2]);
+    rest = arch::half_twice<false>(raw.w[3]);
+  }
+  // sum + kWeight · codes of two magnitudes
+  template <uint32_t kWeight>
+  HOPWELL_DEVICE uint32_t add(uint32_t magnitudes, uint32_t sum) const {
+    constexpr uint32_t kScale = 0x70007000u, kOne = kWeight * 0x00010001u;
+    const uint32_t four = arch::fma_saturated_fp16(magnitudes, kScale, t3);
+    const uint32_t two = arch::fma_saturated_fp16(magnitudes, kScale, arch::fma_fp16(four, t5_t1, t1));
     const uint32_t lower = arch::fma_fp16(two, t2_t0, t0), to_upper = arch::fma_fp16(two, rest, t4_t0);
-    const uint32_t one = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, to_upper, lower));
-    sum = arch::fma_fp16(four, 4 * one_index, sum);
-    sum = arch::fma_fp16(two, 2 * one_index, sum);
-    return arch::fma_fp16(one, one_index, sum);
-  };
+    const uint32_t one = arch::fma_saturated_fp16(magnitudes, kScale, arch::fma_fp16(four, to_upper, lower));
+    sum = arch::fma_fp16(four, 4 * kOne, sum);
+    sum = arch::fma_fp16(two, 2 * kOne, sum);
+    return arch::fma_fp16(one, kOne, sum);
+  }
+};
+
+// A word has four codes of two words of x: a byte each, lower halves first.
+HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
+  constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  const StepCodes codes_of_scale(of_scale);
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t codes[2];  // four codes each, a byte a code: lower halves of two words, then their upper halves
+    uint32_t codes[2];
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint32_t first = x.words[4 * half + 2 * i], second = x.words[4 * half + 2 * i + 1];
-      const uint32_t indices = add_index(first, 0x00010001u, add_index(second, 0x01000100u, kZero));
-      codes[i] = (arch::permute_bytes<0x7351>(first, second) >> 4 & 0x08080808u) | indices;
+      const uint32_t sum = codes_of_scale.add<1>(first & kMagnitude, codes_of_scale.add<256>(second & kMagnitude, 0));
+      codes[i] = (arch::permute_bytes<0x7351>(first, second) >> 4 & 0x08080808u) | sum;
     }
     words[half] = join_bytes(codes[0], codes[1]);
   }
 }
+
+// ---- two blocks prepared before their scales are known ---------------------------------------------------------------
+
+// Elements k and k + 4 of eight are the halves of a word, so that a sum of their codes times 16^k is a word of codes.
+// The signs are apart.
+struct PreparedPair {
+  uint32_t magnitudes[2][8];
+  uint32_t signs;  // of word i of the pair's codes: bits 3 - i, 7 - i, 11 - i, …
+
+  template <class T>
+  HOPWELL_DEVICE static PreparedPair of(const Block<T> (&x)[2]) {
+    PreparedPair pair;
+    uint32_t of_word[4];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t signs = 0;
+      HOPWELL_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t low = x[i / 2].words[i % 2 * 4 + k / 2], high = x[i / 2].words[i % 2 * 4 + 2 + k / 2];
+        const uint32_t both = k % 2 ? arch::permute_bytes<0x7632>(low, high) : arch::permute_bytes<0x5410>(low, high);
+        pair.magnitudes[i / 2][i % 2 * 4 + k] = both & 0x7fff7fffu;
+        signs = signs >> 4 | (both & 0x80008000u);
+      }
+      of_word[i] = signs;
+    }
+    pair.signs = ((of_word[3] >> 1 | of_word[2]) >> 1 | of_word[1]) >> 1 | of_word[0];
+    return pair;
+  }
+  // Codes: ThresholdCodes or StepCodes of the scale of block j.
+  template <class Codes>
+  HOPWELL_DEVICE void encode(int j, const Codes& codes, uint32_t (&words)[2]) const {
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t* of_word = &magnitudes[j][4 * half];
+      uint32_t sum = codes.template add<256>(of_word[2], 0);
+      sum = codes.template add<16>(of_word[1], sum);
+      sum = codes.template add<1>(of_word[0], sum);  // up to 1,911; the fourth code is added as an integer
+      sum += codes.template add<1>(of_word[3], 0) * 4096;
+      words[half] = sum | (signs << (2 * j + half) & 0x88888888u);
+    }
+  }
+};
 
 // ---- in floats -----------------------------------------------------------------------------------------------------
 

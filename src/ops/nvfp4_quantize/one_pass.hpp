@@ -5,13 +5,15 @@
 //
 // Tile      an item: 2 KiB of x for a warp, a pair of blocks of 16 numbers for a lane. Rows have no gaps, so an item
 //           may lie in two rows. The items are dealt to all warps of all CTAs, at most five to each
-// Roles     all warps are alike: each copies its items and quantizes them. CTA 0 also opens and closes the exchange of
-//           amax
-// Timeline  items 0 to 3 ▓▓ copied to the warp's slots, item 4 to registers │ amax of each as it arrives │ all CTAs
+// Roles     all warps are alike: each copies its items, prepares them and quantizes them. CTA 0 also opens and closes
+//           the exchange of amax
+// Timeline  items 0 to 3 ▓▓ copied to the warp's slots, item 4 to registers │ each is prepared as it arrives │ all CTAs
 //           exchange amax │ table of all scales │ quantize 0, 1, 2, 3, 4 (4 through slot 0)
+// Prepared  what needs no global scale: the amax of both blocks and the signs, in registers, and the magnitudes in the
+//           order of PreparedPair, in the slot
 // Budget    shared: 28 warps × 4 slots × 2 KiB + 2 KiB of table + amax of warps; registers: 65,536 / 896 = 72. 132
 //           multiprocessors hold 37.8 MB of x
-// Bound     memory until amax is known, then instructions: ~140 a block
+// Bound     memory until amax is known, then instructions: ~115 a block
 // Launch    cooperative, one CTA an SM: CTAs wait for each other's amax (AmaxExchange)
 #pragma once
 
@@ -98,26 +100,63 @@ struct FiniteAmax {
       halves = larger_halves(halves, magnitudes & ~arch::permute_signs(signs, signs, 0xbb99));
     }
   }
-  // `largest`: the largest magnitudes of the two blocks, which may be infinite or NaN.
-  HOPWELL_DEVICE void add_pair(const Block<T> (&x)[2], uint32_t largest) {
+  // `largest`: amax_of(pair), which may be infinite or NaN.
+  HOPWELL_DEVICE void add_pair(const PreparedPair& pair, uint32_t largest) {
     if (((largest + kToSign) & 0x80008000u) == 0) return halves = larger_halves(halves, largest), void();
-    add(x[0].words), add(x[1].words);
+    add(pair.magnitudes[0]), add(pair.magnitudes[1]);
   }
   HOPWELL_DEVICE uint32_t float_bits() const {
     return arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(larger_halves(halves, halves >> 16))}));
   }
 };
 
-// The largest magnitudes of two blocks, as bits of T.
-template <class T>
-HOPWELL_DEVICE uint32_t amax_of_pair(const Block<T> (&x)[2]) {
+// The largest magnitudes of two blocks, in the halves of a word.
+HOPWELL_DEVICE uint32_t amax_of(const PreparedPair& pair) {
   uint32_t amax[2] = {};
   HOPWELL_UNROLL
   for (int j = 0; j < 2; ++j) {
     HOPWELL_UNROLL
-    for (int i = 0; i < Block<T>::kWords; ++i) amax[j] = larger_halves(amax[j], x[j].words[i] & 0x7fff7fffu);
+    for (const uint32_t magnitudes : pair.magnitudes[j]) amax[j] = larger_halves(amax[j], magnitudes);
   }
   return larger_halves(arch::permute_bytes<0x5410>(amax[0], amax[1]), arch::permute_bytes<0x7632>(amax[0], amax[1]));
+}
+
+// Amax and signs of a lane's pairs, in registers. The next item to quantize is at the front.
+struct PairQueue {
+  static constexpr int kItems = OnePassConfig::kItems;
+  uint32_t amax[kItems] = {}, signs[kItems] = {};
+  HOPWELL_DEVICE void pop() {
+    HOPWELL_UNROLL
+    for (int i = 1; i < kItems; ++i) amax[i - 1] = amax[i], signs[i - 1] = signs[i];
+  }
+  HOPWELL_DEVICE void push(uint32_t of_amax, uint32_t of_signs) {
+    pop();
+    amax[kItems - 1] = of_amax, signs[kItems - 1] = of_signs;
+  }
+};
+
+// Scales of two blocks, a byte each, from the fp32 bits of their largest magnitudes: NaN if one is infinite or NaN.
+template <bool kUsual>
+HOPWELL_DEVICE uint32_t scales_of(const uint32_t (&bits)[2], const GlobalScale& global) {
+#if HOPWELL_HAS_SM90
+  if constexpr (kUsual)
+    return arch::pack_e4m3(usual_quotient(arch::bit_cast<float>(bits[0]), global.divisor, global.reciprocal),
+                           usual_quotient(arch::bit_cast<float>(bits[1]), global.divisor, global.reciprocal));
+#endif
+  const auto scale = [&](uint32_t amax) -> uint32_t {
+    return amax < kInfinityBits ? scale_for(arch::bit_cast<float>(amax), global.divisor, global.reciprocal)
+                                : hopwell::nvfp4::kScaleNan;
+  };
+  return scale(bits[0]) | scale(bits[1]) << 8;
+}
+
+// Codes of a scale byte. kUsual: the global scale is usual.
+template <class T, bool kUsual>
+HOPWELL_DEVICE auto codes_of(const QuantizeTable& table, uint8_t scale) {
+  if constexpr (kUsual && std::is_same_v<T, bf16>)
+    return StepCodes(table.steps[scale]);
+  else
+    return ThresholdCodes(table.thresholds[scale]);
 }
 
 // A warp's items, and its slots in shared memory.
@@ -164,24 +203,62 @@ struct WarpItems {
     for (int n = 0; n < Config::kPieces; ++n)
       arch::store_shared_v4(slot(to) + place(n), {{pieces[n][0], pieces[n][1], pieces[n][2], pieces[n][3]}});
   }
-  // Reads the lane's pair of blocks.
-  HOPWELL_DEVICE void read(int from, Block<T> (&x)[2]) const {
-    const int lane = arch::lane_index();
+  // Address of piece n of the lane's pair of blocks in slot i. Reads the lane again because registers are scarce.
+  HOPWELL_DEVICE uint32_t piece_of_pair(int i, int n) const {
+    const int lane = arch::thread_index_anew() % 32;
+    return slot(i) + uint32_t(lane * 64 + (n ^ (lane / 2 % 4)) * 16);
+  }
+  HOPWELL_DEVICE void read_words(int i, int block, uint32_t (&words)[8]) const {
     HOPWELL_UNROLL
-    for (int n = 0; n < Config::kPieces; ++n) {
-      const auto v = arch::load_shared_v4(slot(from) + uint32_t(lane * 64 + (n ^ (lane / 2 % 4)) * 16));
+    for (int n = 0; n < 2; ++n) {
+      const auto v = arch::load_shared_v4(piece_of_pair(i, 2 * block + n));
       HOPWELL_UNROLL
-      for (int j = 0; j < 4; ++j) x[n / 2].words[n % 2 * 4 + j] = v.w[j];
+      for (int j = 0; j < 4; ++j) words[4 * n + j] = v.w[j];
     }
   }
-  // `amax`: amax_of_pair(x).
-  HOPWELL_DEVICE void quantize(int i, const Block<T> (&x)[2], uint32_t amax, const QuantizeTable& table,
+  HOPWELL_DEVICE void read_magnitudes(int i, PreparedPair& pair) const {
+    read_words(i, 0, pair.magnitudes[0]), read_words(i, 1, pair.magnitudes[1]);
+  }
+  // Prepares the lane's pair of blocks in slot i.
+  HOPWELL_DEVICE void prepare(int i, FiniteAmax<T>& amax, PairQueue& queue) const {
+    Block<T> x[2];
+    read_words(i, 0, x[0].words), read_words(i, 1, x[1].words);
+    const auto pair = PreparedPair::of(x);
+    HOPWELL_UNROLL
+    for (int n = 0; n < Config::kPieces; ++n) {
+      const uint32_t* words = &pair.magnitudes[n / 2][n % 2 * 4];
+      arch::store_shared_v4(piece_of_pair(i, n), {{words[0], words[1], words[2], words[3]}});
+    }
+    const uint32_t largest = amax_of(pair);
+    amax.add_pair(pair, largest);
+    queue.push(largest, pair.signs);
+  }
+  // Quantizes all items. `pair`: magnitudes of item 0. Item kSlots is in slot 0. If a scale is 0 or NaN the codes are 0.
+  template <bool kUsual>
+  HOPWELL_DEVICE void quantize(PreparedPair& pair, PairQueue& queue, const QuantizeTable& table,
                                const GlobalScale& global) const {
-    const uint32_t pair = 32 * item(i) + uint32_t(arch::thread_index_anew() % 32);
-    const uint32_t bits[2] = {arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax)})),
-                              arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax >> 16)}))};
-    quantize_blocks<T, true>(table, global, x, bits, p.scales + uint64_t{pair} * 2, p.codes + uint64_t{pair} * 16,
-                             true);
+    static_assert(hopwell::nvfp4::kScaleNan == 0x7f);
+    HOPWELL_NO_UNROLL
+    for (int i = 0;;) {
+      const uint64_t at = 32 * item(i) + uint32_t(arch::thread_index_anew() % 32);
+      const uint32_t amax = queue.amax[0];
+      const uint32_t scales = scales_of<kUsual>({arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax)})),
+                                                 arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax >> 16)}))},
+                                                global);
+      store_scales<2>(p.scales + at * 2, scales);
+      pair.signs = queue.signs[0];
+      uint32_t words[2][2];
+      HOPWELL_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const auto scale = uint8_t(scales >> 8 * j);
+        pair.encode(j, codes_of<T, kUsual>(table, scale), words[j]);
+        if (((scale + 1) & 0x7e) == 0) words[j][0] = words[j][1] = 0;  // 0 or NaN; faster than a branch around encode()
+      }
+      arch::store_vector(p.codes + at * 16, arch::Words4{{words[0][0], words[0][1], words[1][0], words[1][1]}});
+      if (++i == count) return;
+      read_magnitudes(i % Config::kSlots, pair);
+      queue.pop();
+    }
   }
 };
 
@@ -221,20 +298,27 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
     p.exchange.wait_until_open();
   }
   FiniteAmax<T> amax;
-  Block<T> x[2];
-  uint32_t amax_of_slot[kSlots] = {};
+  PairQueue queue;
   HOPWELL_NO_UNROLL
-  for (int i = 0; i < kSlots && i < count; ++i) {
+  for (int i = 0; i < kSlots; ++i) {
+    if (i >= count) {
+      queue.pop();
+      continue;
+    }
     wait_for_slot(i);
     arch::syncwarp();
-    items.read(i, x);
-    const uint32_t of_pair = amax_of_pair(x);
-    HOPWELL_UNROLL
-    for (int j = 0; j < kSlots; ++j) amax_of_slot[j] = i == j ? of_pair : amax_of_slot[j];
-    amax.add_pair(x, of_pair);
+    items.prepare(i, amax, queue);
   }
-  HOPWELL_UNROLL
-  for (int n = 0; n < Config::kPieces; ++n) amax.add(parked[n]);
+  PreparedPair pair;
+  items.read_magnitudes(0, pair);
+  if (kParked < count) {
+    arch::syncwarp();
+    items.store_pieces(parked, 0);
+    arch::syncwarp();
+    items.prepare(0, amax, queue);
+  } else {
+    queue.pop();
+  }
 
   const uint32_t of_cta = max_of_cta(s.max_of_warp, amax.float_bits());
   if (exchanges) {
@@ -245,24 +329,10 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   const GlobalScale global = global_scale_of<true>(global_from(s.amax));
   if (exchanges && first_cta) *p.global_scale = global.value;
   fill_table<T>(s.table, global.value);
-
-  items.read(0, x);
-  arch::syncwarp();
-  items.store_pieces(parked, 0);
-  arch::syncwarp();
-  HOPWELL_NO_UNROLL
-  for (int i = 0;;) {
-    uint32_t of_pair = 0;
-    if (i < kSlots) {
-      HOPWELL_UNROLL
-      for (int j = 0; j < kSlots; ++j) of_pair = i == j ? amax_of_slot[j] : of_pair;
-    } else {
-      of_pair = amax_of_pair(x);
-    }
-    items.quantize(i, x, of_pair, s.table, global);
-    if (++i == count) return;
-    items.read(i % kSlots, x);
-  }
+  if (global.reciprocal != 0)
+    items.template quantize<true>(pair, queue, s.table, global);
+  else
+    items.template quantize<false>(pair, queue, s.table, global);
 }
 
 }  // namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET

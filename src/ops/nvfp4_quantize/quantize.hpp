@@ -111,15 +111,20 @@ HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
   return global_from(max_of_cta(s.max_of_warp, amax));
 }
 
-// Scale of a block, amax / divisor. `reciprocal` is 1 / divisor if the global scale is usual and comes from x: then
-// nothing overflows, and quotients that underflow are far below the smallest scale. Otherwise it is 0. Two fma
-// corrections give the quotient of a division: after the first it is a float next to the exact quotient, after the
-// second the nearest float.
-HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
-  if (reciprocal == 0) return hopwell::nvfp4::encode_e4m3(amax / divisor);
+// amax / divisor for a usual global scale that comes from x: nothing overflows, and quotients that underflow are far
+// below the smallest scale. Two fma corrections give the quotient of a division: after the first it is a float next to
+// the exact quotient, after the second the nearest float. `reciprocal`: 1 / divisor. An infinite amax gives NaN.
+HOPWELL_DEVICE float usual_quotient(float amax, float divisor, float reciprocal) {
   float quotient = amax * reciprocal;
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) quotient = std::fma(std::fma(-quotient, divisor, amax), reciprocal, quotient);
+  return quotient;
+}
+
+// Scale of a block, amax / divisor. `reciprocal`: for usual_quotient(), or 0.
+HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
+  if (reciprocal == 0) return hopwell::nvfp4::encode_e4m3(amax / divisor);
+  const float quotient = usual_quotient(amax, divisor, reciprocal);
 #if HOPWELL_HAS_SM90
   return uint8_t(arch::pack_e4m3(quotient, 0));
 #else
@@ -169,7 +174,7 @@ HOPWELL_DEVICE void encode(const QuantizeTable& table, bool usual, const Block<T
 }
 
 struct GlobalScale {
-  float value, divisor, reciprocal;  // 6 · value; 1 / divisor for scale_for(), or 0
+  float value, divisor, reciprocal;  // 6 · value; 1 / divisor if the global scale is usual and comes from x, or 0
 };
 
 template <bool kByThresholds>
