@@ -5,8 +5,8 @@
 //
 // Tile      an item: 2 KiB of x for a warp, a pair of blocks of 16 numbers for a lane. Rows have no gaps, so an item
 //           may lie in two rows. The items are dealt to all warps of all CTAs, at most five to each
-// Roles     all warps are alike: each copies its items, prepares them and quantizes them. CTA 0 also opens and closes
-//           the exchange of amax
+// Roles     all warps are alike: each copies its items, prepares them and quantizes them. A thread of the last warp,
+//           which has the fewest items, also exchanges the amax with other CTAs
 // Timeline  items 0 to 3 ▓▓ copied to the warp's slots, item 4 to registers │ each is prepared as it arrives │ all CTAs
 //           exchange amax │ table of all scales │ quantize 0, 1, 2, 3, 4 (4 through slot 0)
 // Prepared  what needs no global scale: the amax of both blocks and the signs, in registers, and the magnitudes in the
@@ -34,10 +34,12 @@ static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(On
 
 // The largest amax of all CTAs, by a maximum and a counter in the workspace.
 //
-// Why maximum and counter begin at zero: the workspace has arbitrary contents. CTA 0 writes zeros when its copies are
-// in flight, and then the tag of the launch, 64 random bits. The other CTAs add nothing before they have read the tag.
-// Each word of the tag is released after the zeros, so it suffices that CTA 0 wrote one word, if the other matches by
-// chance.
+// Why maximum and counter begin at zero: the workspace has arbitrary contents. CTA 0 writes both zeros and the tag of
+// the launch, 64 random bits, with one 128-bit store, which the memory model does not tear. The other CTAs add nothing
+// before they have read the tag with one 128-bit load.
+//
+// Why CTA 0 writes them before its copies, and all read them after: a multiprocessor's requests are served in order,
+// and x keeps them waiting for microseconds.
 //
 // Why a graph may launch the kernel again with the same tag: a CTA adds only after it has read the tag. When all CTAs
 // have added, CTA 0 erases the tag.
@@ -45,24 +47,21 @@ static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(On
 // Why no CTA waits forever: CTA 0 waits for no other CTA before it writes the tag, and the launch is cooperative, so
 // CUDA runs all CTAs at the same time or rejects the launch.
 struct AmaxExchange {
-  static constexpr int kLine = 32;  // words of a cache line: amax, counter and tag lie in different lines
-  static constexpr int kWords = 2 * kLine + 2;
-  uint32_t* words;
+  static constexpr int kWords = 4;  // amax, counter, tag
+  uint32_t* words;                  // 16-byte aligned
   runtime::LaunchTag tag;
 
   HOPWELL_DEVICE uint32_t* amax() const { return words; }
-  HOPWELL_DEVICE uint32_t* arrived() const { return words + kLine; }
-  HOPWELL_DEVICE uint32_t* tag_word(int i) const { return words + 2 * kLine + i; }
+  HOPWELL_DEVICE uint32_t* arrived() const { return words + 1; }
+  HOPWELL_DEVICE uint32_t* tag_word(int i) const { return words + 2 + i; }
 
   HOPWELL_DEVICE void open() const {
-    *amax() = 0, *arrived() = 0;
-    // The addition is a release store, because no other thread writes the words before they hold the tag.
-    HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i) arch::atomic_add(tag_word(i), tag.words[i] - arch::load_relaxed(tag_word(i)));
+    arch::store_relaxed_v4(reinterpret_cast<arch::Words4*>(words), {{0, 0, tag.words[0], tag.words[1]}});
   }
   HOPWELL_DEVICE void wait_until_open() const {
-    while (arch::load_acquire(tag_word(0)) != tag.words[0] || arch::load_acquire(tag_word(1)) != tag.words[1]) {
-    }
+    arch::Words4 read{};
+    do read = arch::load_relaxed_v4(reinterpret_cast<const arch::Words4*>(words));
+    while (read.w[2] != tag.words[0] || read.w[3] != tag.words[1]);
   }
   HOPWELL_DEVICE void close() const { *tag_word(0) = 0, *tag_word(1) = 0; }
   // Returns the largest `bits` of all CTAs. One thread of each CTA calls it.
@@ -284,8 +283,9 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   tile::launch_dependents();
   const WarpItems<T> items(p, s);
   const int count = items.count;
-  const bool exchanges = arch::thread_index() == 0, first_cta = arch::block_index() == 0;
+  const bool exchanges = arch::thread_index() == Config::kThreads - 32, first_cta = arch::block_index() == 0;
   tile::wait_for_prior_kernels();
+  if (exchanges && first_cta) p.exchange.open();
   HOPWELL_NO_UNROLL
   for (int i = 0; i < kSlots; ++i) {
     if (i < count) items.copy(i);
@@ -293,10 +293,6 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   }
   uint32_t parked[Config::kPieces][4] = {};
   if (kParked < count) items.load_pieces(kParked, parked);
-  if (exchanges) {
-    if (first_cta) p.exchange.open();
-    p.exchange.wait_until_open();
-  }
   FiniteAmax<T> amax;
   PairQueue queue;
   HOPWELL_NO_UNROLL
@@ -319,6 +315,7 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   } else {
     queue.pop();
   }
+  if (exchanges) p.exchange.wait_until_open();
 
   const uint32_t of_cta = max_of_cta(s.max_of_warp, amax.float_bits());
   if (exchanges) {
