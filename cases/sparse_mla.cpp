@@ -271,9 +271,11 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   }
   if (p.sink != SparseMla::Sink::kNone) {
     in.attn_sink = &instance.add({"attn_sink", DType::kFloat32, {p.h_q}});
-    const double extreme[] = {0, kInfinity, -kInfinity, 1e38, -1e38};
+    const double extreme[] = {0, kInfinity, -kInfinity, 1e38, -1e38}, large[] = {30, kInfinity, 1e38};
     for (std::int64_t h = 0; h < p.h_q; ++h)
-      in.attn_sink->set(h, p.sink == SparseMla::Sink::kAny ? 3 * random.normal() : extreme[h % 5]);
+      in.attn_sink->set(h, p.sink == SparseMla::Sink::kAny     ? 3 * random.normal()
+                           : p.sink == SparseMla::Sink::kLarge ? large[h % 3]
+                                                               : extreme[h % 5]);
   }
   if (p.lengths) {
     in.topk_length = &instance.add({"topk_length", DType::kInt32, {p.s_q}});

@@ -33,8 +33,13 @@ struct SparseMla {
     kAbsent      // no indices: every visible key; topk must be s_kv
   } indices = Indices::kAny;
   int overlap = 0;  // per cent of a row's keys that the next row shares, for distinct keys; 0: rows are independent
-  enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
-  bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
+  enum class Sink {
+    kNone,
+    kAny,
+    kExtreme,  // 0, +-inf, +-1e38 in turn
+    kLarge     // 30, inf, 1e38 in turn: little is left to some heads, nothing to others
+  } sink = Sink::kNone;
+  bool lengths = false;  // topk_length below 0, 0 ... topk, beyond
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
   bool ranges = false;      // k_start and k_end: extreme values of int32, then packed documents

@@ -203,6 +203,10 @@ void add_forward_results(Instance& instance, Random& random, Arrays& a) {
   a.out = &add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
   a.lse = &add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
   a.d_out = &add_array(instance, p, "d_out", p.dtype, {p.s_q, p.h_q, p.d_v}).fill_normal(random);
+  // A head that contributes nothing must not make the fixed-point sums of others inexact, however large its d_out is.
+  if (p.sink == SparseMla::Sink::kLarge)
+    for (std::int64_t i = 0; i < a.d_out->size(); ++i)
+      if (i / p.d_v % p.h_q % 3 != 0) a.d_out->set(i, 1e12 * a.d_out->get(i));
   const ForwardReference forward = forward_reference(a.in);
   for (std::int64_t i = 0; i < a.out->size(); ++i) a.out->set(i, forward.out[static_cast<std::size_t>(i)]);
   for (std::int64_t i = 0; i < a.lse->size(); ++i) a.lse->set(i, forward.lse[static_cast<std::size_t>(i)]);
@@ -349,6 +353,14 @@ Suite sparse_mla_backward() {
     SparseMla without = window;
     without.window = 0, without.sink = SparseMla::Sink::kExtreme;
     add("attn_with_sink" + h, without, {.attn_with_sink = true, .deterministic = deterministic});
+  }
+  SparseMla large_sinks = few, window_large_sinks = window;
+  window_large_sinks.h_q = 8;
+  for (auto [name, problem] : {std::pair{"large_sinks", &large_sinks}, {"window_large_sinks", &window_large_sinks}}) {
+    problem->sink = SparseMla::Sink::kLarge;
+    add(name, *problem, {});
+    add(std::string(name) + "_no_attn", *problem, {.attn = false});
+    add(std::string(name) + "_attn_with_sink", *problem, {.attn_with_sink = true});
   }
   window.h_q = 64, window.topk = 66, window.window = 66, window.s_w = 70;
   window.window_rows = SparseMla::WindowRows::kLast;

@@ -192,7 +192,7 @@ TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution
   p.deterministic = true;
   const Plan plan = make_plan(p, kHopper);
   EXPECT_EQ(plan.dkv_accum, DkvAccum::fixed_point);
-  EXPECT_TRUE(plan.distribution && plan.window_distribution);
+  EXPECT_TRUE(plan.bound_distribution && plan.window_distribution);
   // The index rows and attn of the window keys take no memory: the sums will be there.
   const std::size_t sums = plan.workspace.dkv, end = sums + 4UL * (2048 + 4096 + 127) * 576;
   EXPECT_GE(plan.workspace.window_rows, sums);
@@ -202,7 +202,28 @@ TEST(SparseMlaBackwardPlan, DeterministicWindowKeysAreBoundedByTheirDistribution
   p.topk = 0;
   const Plan alone = make_plan(p, kHopper);
   EXPECT_EQ(alone.dkv_accum, DkvAccum::fixed_point);
-  EXPECT_TRUE(!alone.distribution && alone.window_distribution && !alone.orders_rows);
+  EXPECT_TRUE(!alone.bound_distribution && alone.window_distribution && !alone.orders_rows);
+}
+
+// With a sink, attn without it is not the distribution that bounds the sums of dkv.
+TEST(SparseMlaBackwardPlan, SumsAreBoundedByTheDistributionWithTheSink) {
+  struct Distributions {
+    bool attn, bounds;
+    bool operator==(const Distributions&) const = default;
+  };
+  const auto distributions = [](bool attn, bool sink, bool attn_with_sink) {
+    Problem p = problem_of(64, 64, 2048, 512, 132);
+    p.deterministic = true, p.attn_with_sink = attn_with_sink;
+    if (attn) p.attn = view(DType::kFloat32, {64, 512});
+    if (sink) p.attn_sink = view(DType::kFloat32, {64});
+    const Plan plan = make_plan(p, kHopper);
+    return Distributions{plan.distribution, plan.bound_distribution};
+  };
+  EXPECT_EQ(distributions(false, false, false), (Distributions{false, true}));
+  EXPECT_EQ(distributions(false, true, false), (Distributions{false, true}));
+  EXPECT_EQ(distributions(true, false, false), (Distributions{true, false}));
+  EXPECT_EQ(distributions(true, true, true), (Distributions{true, false}));
+  EXPECT_EQ(distributions(true, true, false), (Distributions{true, true}));
 }
 
 TEST(SparseMlaBackwardPlan, OrderAndThrottleFollowL2) {

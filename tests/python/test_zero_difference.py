@@ -365,6 +365,32 @@ def test_heads_of_ranks(backend: str, rng: np.random.Generator) -> None:
                 assert same_bits(expected[queries, some], mine), f"{name} of queries {queries}, heads {some}"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic_gradients_of_keys(backend: str, rng: np.random.Generator) -> None:
+    """Which attn is asked for does not matter, though on GPUs a distribution sets the units of the sums."""
+    device, s_q, s_kv, h_q, topk = device_of(backend), 5, 60, 20, 40
+    q, kv, d_out = (random(rng, *shape).to(device) for shape in ((s_q, h_q, 512), (s_kv, 512), (s_q, h_q, 512)))
+    indices = torch.from_numpy(rng.integers(-5, s_kv, (s_q, topk)).astype(np.int32)).to(device)
+    given: dict[str, Any] = {"attn_sink": torch.tensor([0.0, 9.0, 40.0, np.inf, 1e38] * 4).to(device)}
+    given |= {"backend": backend}
+    if not backend.endswith("sm100"):
+        given |= {"window_kv": random(rng, 9, 512).to(device), "window": 4}
+    out, _, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, **given)
+
+    def gradients(**options: Any) -> tuple[torch.Tensor, ...]:
+        if options:
+            options["attn"] = torch.empty(indices.shape, device=device)
+        _, dkv, _, *of_window = hopwell.sparse_mla_backward(
+            d_out, q, kv, indices, out, lse, SCALE, deterministic=True, **given, **options
+        )
+        return dkv, *of_window
+
+    alone = gradients()
+    for attn_with_sink in (False, True):
+        for expected, mine in zip(alone, gradients(attn_with_sink=attn_with_sink), strict=True):
+            assert same_bits(expected, mine), f"with attn, attn_with_sink {attn_with_sink}"
+
+
 @pytest.mark.parametrize("h_q", [20, 128])
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
 def test_deterministic_dq_on_cards(

@@ -16,6 +16,9 @@ constexpr std::int64_t kLimit = std::int64_t{1} << 31;  // kernels store smaller
 
 bool needs_dkv_accum(const Problem& p) { return p.dkv || p.d_window_kv; }
 
+// Whether attn is the distribution that bounds the sums of dkv.
+bool attn_bounds_sums(const Problem& p) { return p.attn && (p.attn_with_sink || !p.attn_sink); }
+
 // Entries of the longest list: window keys and the index row.
 std::int64_t most_entries(const Problem& p) { return p.topk + p.window.most_keys(); }
 
@@ -201,7 +204,7 @@ void lay_out(Plan& plan, const Problem& p) {
   if (plan.dkv_accum == DkvAccum::fixed_point)
     w.scale = layout.reserve(4 * rows), w.largest = layout.reserve(4 * rows), w.count = layout.reserve(4 * rows);
   if (p.d_sink || plan.dkv_accum == DkvAccum::fixed_point) w.delta = w.sink_parts = layout.reserve(4 * p.s_q * p.h_q);
-  if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = layout.reserve(4 * p.s_q * p.topk);
+  if (plan.orders_rows || plan.bound_distribution) w.rows = layout.reserve(4 * p.s_q * p.topk);
   if (plan.orders_rows) w.lengths = layout.reserve(4 * p.s_q);
   if (plan.orders_rows && p.attn && !plan.distribution) w.sources = layout.reserve(2 * p.s_q * p.topk);
   w.merged_rows = place_merged_rows(plan.groups, p.topk, layout);
@@ -215,7 +218,8 @@ void lay_out(Plan& plan, const Problem& p) {
 Plan make_plan(const Problem& p, const MainKernels& kernels) {
   Plan plan;
   plan.dkv_accum = dkv_accum_of(p);
-  plan.distribution = p.deterministic && p.s_q > 0 && p.topk > 0 && (needs_dkv_accum(p) || p.attn);
+  plan.distribution = p.deterministic && p.attn && p.s_q > 0 && p.topk > 0;
+  plan.bound_distribution = plan.dkv_accum == DkvAccum::fixed_point && p.topk > 0 && !attn_bounds_sums(p);
   plan.window_distribution = plan.dkv_accum == DkvAccum::fixed_point && p.window.most_keys() > 0;
   plan_heads(plan, p, kernels);
   plan_order(plan, p, kernels);
@@ -239,21 +243,27 @@ View matrix_at(void* workspace, std::size_t offset, std::int64_t rows, std::int6
 
 }  // namespace
 
-attention_distribution::Problem distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
+attention_distribution::Problem distribution_problem(const Problem& p) {
   attention_distribution::Problem d;
   d.q = p.q, d.kv = p.kv, d.lse = p.lse, d.attn = p.attn;
   if (p.attn_with_sink) d.attn_sink = p.attn_sink;
-  if (!p.attn) d.attn = matrix_at(workspace, plan.workspace.rows, p.s_q, p.topk);
   d.selection = p.selection, d.sm_scale = p.sm_scale;
   d.s_q = p.s_q, d.s_kv = p.s_kv, d.h_q = p.h_q, d.d_qk = p.d_qk, d.topk = p.topk;
   d.device = p.device;
   return d;
 }
 
+attention_distribution::Problem bound_distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
+  attention_distribution::Problem d = distribution_problem(p);
+  d.attn_sink = p.attn_sink;
+  if (!attn_bounds_sums(p)) d.attn = matrix_at(workspace, plan.workspace.rows, p.s_q, p.topk);
+  return d;
+}
+
 attention_distribution::Problem window_distribution_problem(const Problem& p, const Plan& plan, void* workspace) {
   attention_distribution::Problem d;
   const std::int64_t most = p.window.most_keys();
-  d.q = p.q, d.kv = p.window_kv, d.lse = p.lse;
+  d.q = p.q, d.kv = p.window_kv, d.lse = p.lse, d.attn_sink = p.attn_sink;
   d.attn = matrix_at(workspace, plan.workspace.window_attn, p.s_q, most);
   // A plan, which is made without a workspace, only asks whether there are indices.
   d.selection.indices = non_null_indices(runtime::at_offset<const std::int32_t>(workspace, plan.workspace.window_rows));
@@ -304,7 +314,9 @@ runtime::PlanOr<Plan> plan_on(const char* backend, const Problem& p, const MainK
     return std::string();
   };
   std::string reason;
-  if (plan.distribution) reason = plan_distribution(distribution_problem(p, plan, nullptr), plan.distribution_call);
+  if (plan.distribution) reason = plan_distribution(distribution_problem(p), plan.distribution_call);
+  if (plan.bound_distribution && reason.empty())
+    reason = plan_distribution(bound_distribution_problem(p, plan, nullptr), plan.bound_distribution_call);
   if (plan.window_distribution && reason.empty())
     reason = plan_distribution(window_distribution_problem(p, plan, nullptr), plan.window_distribution_call);
   if (!reason.empty()) return Unsupported{reason};

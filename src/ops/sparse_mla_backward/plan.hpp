@@ -81,13 +81,15 @@ struct Workspace {
 using tile::kLongestOrderedRow;
 
 struct Plan {
-  // attention_distribution computes attn, because its order of additions does not depend on timing. attn bounds the
-  // fixed-point sums of dkv. If the caller does not ask for attn, it is stored in the space of the sorted rows, which
-  // are computed after the last use of attn.
+  // attention_distribution computes attn, because its order of additions does not depend on timing.
   bool distribution = false;
   std::optional<runtime::Planned<attention_distribution::Problem>> distribution_call;
-  bool window_distribution = false;  // the same over window keys, for the bounds alone
-  std::optional<runtime::Planned<attention_distribution::Problem>> window_distribution_call;
+  // The distributions over the keys and over the window keys that bound the fixed-point sums of dkv. Both count the
+  // sink, also if attn does not: otherwise a head whose attention the sink takes would make the units too coarse. If
+  // attn is the same distribution, it is read instead of the first one. The first one is stored in the space of the
+  // sorted rows, which are computed after its last use.
+  bool bound_distribution = false, window_distribution = false;
+  std::optional<runtime::Planned<attention_distribution::Problem>> bound_distribution_call, window_distribution_call;
   DkvAccum dkv_accum = DkvAccum::none;
   bool ascending = false;               // CTAs process keys in ascending order
   bool orders_rows = false;             // a preprocess sorts the rows, because CTAs need ascending ones
@@ -111,9 +113,9 @@ std::optional<runtime::Unsupported> unsupported(const Problem& problem, const Pl
 // Rows of dkv_accum: of kv, then of window_kv.
 inline std::int64_t rows_of_dkv_accum(const Problem& p) { return p.s_kv + p.window.s_w; }
 
-// The attention_distribution of a deterministic call: to attn of the call, or to the workspace. And the one over window
-// keys.
-attention_distribution::Problem distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
+// The attention_distributions of a deterministic call: attn, and those that bound the sums of dkv.
+attention_distribution::Problem distribution_problem(const Problem& problem);
+attention_distribution::Problem bound_distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
 attention_distribution::Problem window_distribution_problem(const Problem& problem, const Plan& plan, void* workspace);
 
 // The plan of a backend, or the reason why its kernels do not support the problem.

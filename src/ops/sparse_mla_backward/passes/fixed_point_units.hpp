@@ -1,12 +1,13 @@
 // sparse_mla_backward on GPUs, preprocess of deterministic calls: computes the unit of each row's fixed-point sums
 // (tile/gpu/fixed_point.hpp).
 //
-// A contribution to row k of dkv is the sum that one entry adds for all heads of query s. With A[s,k] = Σ_h exp(score −
-// lse), which attention_distribution computes, and over the heads of the query
+// A contribution to row k of dkv is the sum that one entry adds for all heads of query s. With A[s,k] = Σ_h P[h,s,k] =
+// Σ_h exp(score − lse'), which attention_distribution computes, and over the heads of the query
 //
 //     a = max |d_out| + |scale delta| max |q|,    b = |scale| ‖d_out‖ max |q|,    c[s,k] = A[s,k] (a + b ‖v_k‖)
 //
-// no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
+// no element of the contribution exceeds c[s,k]: it is a sum over heads of P d_out and P (dP − delta) scale q, and |dP|
+// <= ‖d_out‖ ‖v_k‖. a and b leave out the heads whose P is 0 in every entry because their sink exceeds lse by so much.
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
 //     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row.
@@ -85,10 +86,10 @@ __global__ void __launch_bounds__(kPassThreads) sparse_mla_bwd_measure_keys(cons
 struct BoundParams {
   BoundedKeys keys[2];          // the first `key_sets` of them have entries
   const bf16 *q, *out, *d_out;  // [s_q, h_q, d_qk], [s_q, h_q, 512] twice
-  const float* lse;             // [s_q, h_q]
+  const float *lse, *sink;      // [s_q, h_q], [h_q] or null
   float* delta;                 // [s_q, h_q]
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h, lse_stride_s,
-      lse_stride_h;  // elements
+      lse_stride_h, sink_stride;  // elements
   int key_sets, h_q, d_qk;
   float sm_scale;
 };
@@ -103,10 +104,16 @@ struct QueryBound {
   }
 };
 
+// Whether the sink leaves a head nothing: P is 0 in every entry. A score exceeds lse by at most 44 (declaration.py), and
+// lse' is at least the sink. So log2 P <= 64 − 256, and ex2.approx.ftz of that is 0.
+HOPWELL_DEVICE bool vanishes(float lse, float sink) { return (sink - lse) * tile::kLog2E > 256; }
+
 // a and b of one head of a query, by one warp, which also stores the head's delta. All three are 0 if the head sees no
 // key (lse = +inf). All loads are issued before the first result is used.
 HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head) {
-  const bool sees_keys = p.lse[query * p.lse_stride_s + head * p.lse_stride_h] != INFINITY;
+  const float lse = p.lse[query * p.lse_stride_s + head * p.lse_stride_h],
+              sink = p.sink ? p.sink[head * p.sink_stride] : -INFINITY;
+  const bool sees_keys = lse != INFINITY;
   const bf16 *of_out = p.out + query * p.out_stride_s + head * p.out_stride_h + 8 * arch::lane_index(),
              *of_d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h + 8 * arch::lane_index();
   arch::Words4 out[2], d_out[2];
@@ -122,7 +129,8 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
   if (arch::lane_index() == 0) p.delta[query * p.h_q + head] = delta;
   if (!sees_keys) return {};
   const float scale = fabsf(p.sm_scale) * q.largest();
-  const float a = d.largest() + scale * fabsf(delta), b = scale * d.norm();
+  const float factor = vanishes(lse, sink) ? 0 : 1;  // 0 times infinity or NaN is NaN, as P times them is
+  const float a = (d.largest() + scale * fabsf(delta)) * factor, b = scale * d.norm() * factor;
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
 }
 
@@ -189,8 +197,9 @@ __global__ void __launch_bounds__(kPassThreads)
 
 // Runs the backend's own attention_distribution, without a workspace: it keeps the order of the rows.
 inline void distribute_attention(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  if (plan.distribution)
-    plan.distribution_call->launch(distribution_problem(problem, plan, workspace), nullptr, stream);
+  if (plan.distribution) plan.distribution_call->launch(distribution_problem(problem), nullptr, stream);
+  if (plan.bound_distribution)
+    plan.bound_distribution_call->launch(bound_distribution_problem(problem, plan, workspace), nullptr, stream);
   if (plan.window_distribution) {
     const WindowRowsParams p{problem.window, runtime::at_offset<int>(workspace, plan.workspace.window_rows),
                              problem.s_q, static_cast<int>(problem.window.most_keys())};
@@ -217,6 +226,7 @@ inline BoundParams bound_params(const Problem& problem, const Plan& plan, void* 
   BoundParams p{};
   p.q = problem.q.as<const bf16>(), p.out = problem.out.as<const bf16>();
   p.d_out = problem.d_out.as<const bf16>(), p.lse = problem.lse.as<const float>();
+  p.sink = problem.attn_sink.as<const float>(), p.sink_stride = problem.attn_sink.stride[0];
   p.delta = runtime::at_offset<float>(workspace, plan.workspace.delta);
   p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
@@ -237,7 +247,7 @@ inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, v
                     keys);
     if (distribution.topk > 0) bound.keys[bound.key_sets++] = keys;  // without entries nothing contributes
   };
-  measure_keys(distribution_problem(problem, plan, workspace), 0);
+  measure_keys(bound_distribution_problem(problem, plan, workspace), 0);
   if (problem.window) measure_keys(window_distribution_problem(problem, plan, workspace), problem.s_kv);
   // Also if there is no row to bound: the main kernels read delta.
   runtime::launch(kName, sparse_mla_bwd_bound_entries,
