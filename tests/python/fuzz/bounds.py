@@ -102,6 +102,7 @@ GPU_BOUNDS = {
     ("sparse_mla_decode", "lse"): _LOGARITHM,
     ("sparse_mla_backward", "dq"): _ROUNDED_OPERAND,
     ("sparse_mla_backward", "dkv"): _ROUNDED_OPERAND,
+    ("sparse_mla_backward", "d_window_kv"): _ROUNDED_OPERAND,
     ("paged_attention", "lse"): _LOGARITHM,
 }
 
