@@ -115,14 +115,20 @@ def _sizes(a: dict[str, Any]) -> tuple[Any, float]:
     return np.where(unsure, np.inf, finite(a["kv"])), 4 * ROUNDING + largest * 2.0**-22
 
 
+def _largest(kv: Any, overlap: bool) -> Any:
+    """The largest value of each column of out, [d]; infinite if one is. With overlap a window has two columns of kv."""
+    largest = np.where(np.isfinite(kv).all(axis=0), finite(kv).max(axis=0, initial=0.0), np.inf)
+    return largest.reshape(2, -1).max(axis=0) if overlap else largest
+
+
 def expected(a: dict[str, Any]) -> list[Expected]:
     rows = len(a["out"]) if "out" in a else len(a["kv"]) // a["ratio"]
     width = a["kv"].shape[1] // (2 if a["overlap"] else 1)
     given = {name: value for name, value in a.items() if name not in ("out", "out_dtype")}
-    value, total = (
-        reference.kv_compress(**given | {"kv": kv}, out=np.zeros((rows, width))) for kv in (a["kv"], _sizes(a)[0])
-    )
-    slack = unless(~np.isfinite(total), _sizes(a)[1] * finite(total) + TINY)
+    size, share = _sizes(a)
+    value, total = (reference.kv_compress(**given | {"kv": kv}, out=np.zeros((rows, width))) for kv in (a["kv"], size))
+    tiny = TINY * (1 + finite(_largest(finite(a["kv"]), a["overlap"])))  # weights below fp32's normal numbers
+    slack = unless(~np.isfinite(total), share * finite(total) + tiny)
     bound = BOUNDS[a.get("out_dtype", str(a["kv"].dtype))]
     return [Expected("out", value, bound, slack, elementwise=True)]
 
@@ -132,13 +138,15 @@ def backward_expected(a: dict[str, Any]) -> list[Expected]:
     kv, share = _sizes(a)
     d_out = np.where(np.isfinite(a["d_out"].astype(np.float64)), finite(a["d_out"]), np.inf)
     size = reference.kv_compress_backward(**a | {"d_out": d_out})[0]  # weights · |d_out|
-    # A column's values, those of other windows among them: unjudged if one of them is.
-    largest = np.where(np.isfinite(kv).all(axis=0), finite(kv).max(axis=0, initial=0.0), np.inf)
+    # Unjudged if a value of the column is, also of another window.
+    largest = np.tile(_largest(kv, a["overlap"]), 2 if a["overlap"] else 1)
     tiny = TINY * (1 + finite(d_out).max(initial=0.0))  # weights below fp32's normal numbers
     of_kv = unless(~np.isfinite(size) | ~np.isfinite(largest), share * finite(size) + tiny)
     factor = 2 * finite(largest) + 1
     of_gate = unless(~np.isfinite(of_kv) | (size * factor > LARGE), (2 * share * finite(size) + tiny) * factor)
-    of_bias = np.broadcast_to(of_gate.sum(axis=0) + ROUNDING * finite(d_gate).sum(axis=0), (a["ratio"], kv.shape[1]))
+    total = finite(d_gate).sum(axis=0)
+    of_bias = unless(total > LARGE, of_gate.sum(axis=0) + ROUNDING * total)
+    of_bias = np.broadcast_to(of_bias, (a["ratio"], kv.shape[1]))
     bound = BOUNDS[str(a["kv"].dtype)]
     return [
         Expected("d_kv", d_kv, bound, of_kv, elementwise=True),
