@@ -284,7 +284,7 @@ HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale,
 // ---- two blocks prepared before their scales are known ---------------------------------------------------------------
 
 // Elements k and k + 4 of eight are the halves of a word, so that a sum of their codes times 16^k is a word of codes.
-// The signs are apart.
+// `signs` has their signs.
 struct PreparedPair {
   uint32_t magnitudes[2][8];
   uint32_t signs;  // of word i of the pair's codes: bits 3 - i, 7 - i, 11 - i, …

@@ -7,7 +7,7 @@
 //     a = max |d_out| + |scale delta| max |q|,    b = |scale| ‖d_out‖ max |q|,    c[s,k] = A[s,k] (a + b ‖v_k‖)
 //
 // no element of the contribution exceeds c[s,k]: it is a sum over heads of P d_out and P (dP − delta) scale q, and |dP|
-// <= ‖d_out‖ ‖v_k‖. a and b leave out the heads whose P is 0 in every entry because their sink exceeds lse by so much.
+// <= ‖d_out‖ ‖v_k‖. a and b leave out the heads whose P the sink makes 0 in every entry: vanishes().
 //
 //     sparse_mla_bwd_measure_keys    ‖v_k‖
 //     sparse_mla_bwd_bound_entries   a and b of each query, then c[s,k] of every entry, to the bounds of its row.
