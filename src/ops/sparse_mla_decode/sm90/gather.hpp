@@ -73,7 +73,7 @@ struct Gather {
   // Begins split `split` of the CTA. In each cache only the first split waits for entries: the next ones follow it.
   HOPWELL_DEVICE void begin_split(const Work& work, int split) {
     if (split == 0 || work.split + split == p.splits_of_keys) {
-      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: no case of many heads has splits of two caches in a CTA
+      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: no case of many heads needs it
       if (arch::thread_index() % Tile::kGatherThreads == 0) s.entries = Entries(p, work, split);
       arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);
       next = 0;
