@@ -17,11 +17,13 @@
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits. With few queries the CTAs of a
 //           query, one for each split, are a cluster that merges them: cluster_merge.hpp.
-// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB
+// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB; 8 heads, V4 rows: K 3 ×
+//           70,656 + Q 8,192 + P 1,024 + ~1,700 = 222 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
-//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16. A tile of 16 heads takes
-//           4,200 clocks, and decoding 2,600 of them
+//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16; 52 for 8
+//           heads with three stages. A tile of 8 heads: copies 2,200 clocks, decoding 2,400, and scores, softmax and
+//           output one after the other 2,400 to 3,300
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -37,8 +39,15 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
 
+// A third stage where shared memory has room for it beside Q, P and 4 KB.
+template <class TheRow, int kHeads>
+constexpr int kStages =
+    3 * KeyTile<TheRow, 128>::kStageBytes + kHeads * (2 * TheRow::kWidth + 128) + 4096 <= arch::sm90::kMaxSharedBytes
+        ? 3
+        : 2;
+
 template <class TheRow, int kTheHeads>
-struct Config : KeyTile<TheRow, 128> {
+struct Config : KeyTile<TheRow, 128, kStages<TheRow, kTheHeads>> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
   static constexpr int kConsumerRegisters = 224, kGatherRegisters = 48, kDequantRegisters = 120;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products

@@ -25,10 +25,10 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 // kReaders: threads that read tiles, the first of the CTA. One gather and two dequant warpgroups follow.
-template <class TheRow, int kTheReaders>
+template <class TheRow, int kTheReaders, int kTheStages = 2>
 struct KeyTile {
   using Row = TheRow;
-  static constexpr int kKeys = 64, kStages = 2;
+  static constexpr int kKeys = 64, kStages = kTheStages;
   static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64, kPanelsOfPart = 4;
   static constexpr int kReaders = kTheReaders, kReleasingWarps = 4;  // of a part
   static constexpr int kGatherThreads = 128, kGatherWarps = kGatherThreads / 32;
