@@ -21,7 +21,7 @@
 //           70,656 + Q 8,192 + P 1,024 + ~1,700 = 222 KB
 //           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
-//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16; 52 for 8
+//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16; 50 for 8
 //           heads with three stages. A tile of 8 heads: copies 2,200 clocks, decoding 2,400, and scores, softmax and
 //           output one after the other 2,400 to 3,300
 #pragma once

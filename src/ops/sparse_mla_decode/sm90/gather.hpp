@@ -106,7 +106,7 @@ struct Gather {
     }
     const RowAddress<Row> address(p, s.entries, slot_of_row);
     data = address.data, second = address.second;
-    fetch_to_l2(row < keys);
+    if constexpr (Tile::kStages == 2) fetch_to_l2(row < keys);  // else copies are early enough
     return {int16_t(keys), int16_t(listed == taken && !has_slots())};
   }
   // Rows need not begin at a line of 128 bytes, so a row's last line may be missed.
