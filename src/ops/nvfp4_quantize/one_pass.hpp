@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   HOPWELL_NO_UNROLL
   for (int i = 0; i < kSlots; ++i) {
     if (i >= count) {
-      queue.pop();
+      queue.pop();  // item 0 gets to the front
       continue;
     }
     wait_for_slot(i);

@@ -423,12 +423,12 @@ SplitKernel few_heads_kernel(int heads) {
   return runtime::with_constant<8, 16>(heads, [&]<int kHeads>() -> SplitKernel {
     using Config = few_heads::Config<RowsOfFormat, kHeads>;
     static_assert(sizeof(few_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
-    return {sparse_mla_decode_sm90_few_heads<Config>,
-            Config::kThreads,
-            sizeof(few_heads::Storage<Config>),
-            Clocks{.of_cta = 12'000, .of_tile = kHeads == 8 ? 3700 : 4100},  // H200, V3.2 rows
-            true,
-            few_heads::clusters_that_fit<Config>};
+    return {.kernel = sparse_mla_decode_sm90_few_heads<Config>,
+            .threads = Config::kThreads,
+            .shared_bytes = sizeof(few_heads::Storage<Config>),
+            .clocks = Clocks{.of_cta = 12'000, .of_tile = kHeads == 8 ? 3700 : 4100},  // H200, V3.2 rows
+            .merges = true,
+            .clusters_that_fit = few_heads::clusters_that_fit<Config>};
   });
 }
 

@@ -9,7 +9,7 @@
 // shuffle. Otherwise valid slots go through a ring in shared memory. After a first invalid entry tiles seldom begin
 // with 64 entries again, so most go through the ring.
 //
-//     gather   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
+//     gather   find tile n + 1; if there are two stages, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
 #pragma once
 
 #include <bit>
@@ -73,7 +73,7 @@ struct Gather {
   // Begins split `split` of the CTA. In each cache only the first split waits for entries: the next ones follow it.
   HOPWELL_DEVICE void begin_split(const Work& work, int split) {
     if (split == 0 || work.split + split == p.splits_of_keys) {
-      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: no case of many heads needs it
+      arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);  // kept: others may read the first cache's entries
       if (arch::thread_index() % Tile::kGatherThreads == 0) s.entries = Entries(p, work, split);
       arch::barrier_sync(kGatherBarrier, Tile::kGatherThreads);
       next = 0;

@@ -372,8 +372,10 @@ template <class RowsOfFormat>
 SplitKernel many_heads_kernel() {
   using Config = many_heads::Config<RowsOfFormat>;
   static_assert(sizeof(many_heads::Storage<Config>) <= arch::sm90::kMaxSharedBytes);
-  return {sparse_mla_decode_sm90_many_heads<Config>, Config::kThreads, sizeof(many_heads::Storage<Config>),
-          Clocks{.of_cta = 8'000, .of_tile = 4'500}, false};  // H200, V3.2 rows
+  return {.kernel = sparse_mla_decode_sm90_many_heads<Config>,
+          .threads = Config::kThreads,
+          .shared_bytes = sizeof(many_heads::Storage<Config>),
+          .clocks = Clocks{.of_cta = 8'000, .of_tile = 4'500}};  // H200, V3.2 rows
 }
 
 }  // namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET
