@@ -4,6 +4,8 @@
 //     stage      0 ────────── panels 0 to 3 ──────────│── panels 4 to 7, RoPE ──
 //                                                     │── rows as the gather warpgroup has copied them ──
 //
+// If part 0 has three panels, the rows end with RoPE.
+//
 // The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
 // when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
 // panel. Loads have no bank conflicts, because the pitch of rows is an odd number of 16-byte units. Stores have none,
@@ -11,6 +13,8 @@
 //
 // Rows past the last key of a tile are decoded to zeros. Their scores are masked.
 #pragma once
+
+#include <utility>
 
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
@@ -20,42 +24,56 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
 #if HOPWELL_HAS_SM90A
 
-// The scales of a thread's codes in one part of a tile. Panels are counted in the part; RoPE is panel 4 of part 1.
-template <class Row>
+// The scales of a thread's codes in one part of a tile. Panels are counted in the part. Codes of RoPE are the
+// last panel of part 1.
+template <class Tile>
 struct PartScales {
+  using Row = typename Tile::Row;
   static constexpr auto kScale = Row::kFormat.scale;
   static constexpr int kTile = Row::kFormat.tile;  // codes that share a scale
-  // fp32: word i is the scale of panels 2 i and 2 i + 1. ue8m0: a byte for each scale.
-  uint32_t words[2] = {};
+  static constexpr int kColumnsOfPart = 64 * Tile::kPanelsOfPart;
+  // fp32: word i is scale i of the part, whose first panel may begin in the middle of it. ue8m0: a byte for each scale.
+  uint32_t words[3] = {};
 
   // piece: 16 codes of a panel.
-  HOPWELL_DEVICE void load(const unsigned char* row, int part, int piece) {
-    if constexpr (kScale != mla_cache::Scale::none) {
-      constexpr int kBytesOfPart = 256 / kTile * (kScale == mla_cache::Scale::fp32 ? 4 : 1);
-      const unsigned char* at = row + Row::kScalesAt + kBytesOfPart * part;
-      if constexpr (kBytesOfPart == 4) {
-        words[0] = *reinterpret_cast<const uint32_t*>(at);
-      } else {
-        const auto both = *reinterpret_cast<const arch::Words2*>(at);
-        words[0] = both.w[0], words[1] = both.w[1];
-      }
+  template <int kPart>
+  HOPWELL_DEVICE void load(const unsigned char* row, int piece) {
+    if constexpr (kScale == mla_cache::Scale::fp32) {
+      constexpr int kFirst = kPart == 0 ? 0 : kColumnsOfPart / kTile,
+                    kEnd = kPart == 0 ? (kColumnsOfPart + kTile - 1) / kTile : 512 / kTile;
+      const auto* const at = reinterpret_cast<const uint32_t*>(row + Row::kScalesAt) + kFirst;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kEnd - kFirst; ++i) words[i] = at[i];
+    } else if constexpr (kScale == mla_cache::Scale::ue8m0) {
+      static_assert(Tile::kPanelsOfPart == 4);
+      constexpr int kBytesOfPart = kColumnsOfPart / kTile;
+      const auto* const at = reinterpret_cast<const uint32_t*>(row + Row::kScalesAt + kBytesOfPart * kPart);
+      words[0] = at[0];
+      if constexpr (kBytesOfPart == 8) words[1] = at[1];
       // Where a panel has two scales, the lower byte of each 16 bits becomes this thread's.
       if constexpr (kTile == 32) words[0] >>= 8 * (piece / 2), words[1] >>= 8 * (piece / 2);
     }
   }
   // A selection, because an index would need local memory.
-  [[nodiscard]] HOPWELL_DEVICE uint32_t word(int panel) const { return panel < 2 ? words[0] : words[1]; }
-  [[nodiscard]] HOPWELL_DEVICE uint32_t byte(int panel) const {
-    return kTile == 32 ? word(panel) >> 16 * (panel % 2) & 0xff : words[0] >> 8 * panel & 0xff;
+  [[nodiscard]] HOPWELL_DEVICE uint32_t word(int i) const { return i == 0 ? words[0] : i == 1 ? words[1] : words[2]; }
+  template <int kPart>
+  [[nodiscard]] HOPWELL_DEVICE uint32_t fp32(int panel) const {
+    const int first = kPart == 0 ? 0 : kColumnsOfPart / kTile;
+    return word((kColumnsOfPart * kPart + 64 * panel) / kTile - first);
   }
+  [[nodiscard]] HOPWELL_DEVICE uint32_t byte(int panel) const {
+    return kTile == 32 ? word(panel / 2) >> 16 * (panel % 2) & 0xff : words[0] >> 8 * panel & 0xff;
+  }
+  template <int kPart>
   [[nodiscard]] HOPWELL_DEVICE float value(int panel) const {
     if constexpr (kScale == mla_cache::Scale::none) return 1;
-    if constexpr (kScale == mla_cache::Scale::fp32) return arch::bit_cast<float>(word(panel));
+    if constexpr (kScale == mla_cache::Scale::fp32) return arch::bit_cast<float>(fp32<kPart>(panel));
     return mla_cache::ue8m0(uint8_t(byte(panel)));
   }
+  template <int kPart>
   [[nodiscard]] HOPWELL_DEVICE tile::ScaledCodes::Factor factor(int panel) const {
     if constexpr (kScale == mla_cache::Scale::ue8m0) return tile::ScaledCodes::factor_of_ue8m0(byte(panel));
-    return tile::ScaledCodes::factor_of(value(panel));
+    return tile::ScaledCodes::factor_of(value<kPart>(panel));
   }
 };
 
@@ -78,19 +96,25 @@ HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale
   });
 }
 
-// A thread's codes of a row in one part of a tile, and their scales. Panel i of part 0 is in codes[i % 2].
+// A thread's codes of a row in one part of a tile, and their scales.
 template <class Tile>
 struct PartCodes {
   using Row = typename Tile::Row;
   static constexpr bool kRopeIsCodes = Row::kHasRope && !Row::kRopeIsPlain;
-  static constexpr int kPanels = kRopeIsCodes ? 5 : 4;
-  arch::Words4 codes[kPanels] = {};
-  PartScales<Row> scales;
-
   // Panels of a part that are codes.
-  static constexpr HOPWELL_HOST_DEVICE int panels(int part) { return part == 0 ? 4 : Row::is_plain(7) ? 3 : kPanels; }
+  static constexpr HOPWELL_HOST_DEVICE int panels(int part) {
+    return part == 0 ? Tile::kPanelsOfPart
+                     : 8 - Tile::kPanelsOfPart - (Row::is_plain(7) ? 1 : 0) + (kRopeIsCodes ? 1 : 0);
+  }
+  // Which of `codes` a panel is in: two are enough for part 0. The first two of part 1 follow it.
+  static constexpr HOPWELL_HOST_DEVICE int at(int part, int panel) {
+    return part == 0 ? panel % 2 : panel < 2 ? (panels(0) + panel) % 2 : panel;
+  }
+  arch::Words4 codes[panels(1)] = {};
+  PartScales<Tile> scales;
+
   static HOPWELL_DEVICE arch::Words4 load(const unsigned char* row, int part, int piece, int panel) {
-    return *reinterpret_cast<const arch::Words4*>(row + 64 * (4 * part + panel) + 16 * piece);
+    return *reinterpret_cast<const arch::Words4*>(row + 64 * (Tile::kPanelsOfPart * part + panel) + 16 * piece);
   }
 
   // Decodes part kPart. to: address of its first panel. Calls after(i) when panel i has been decoded. Returns whether
@@ -99,12 +123,12 @@ struct PartCodes {
   HOPWELL_DEVICE bool decode(uint32_t to, const After& after) {
     bool exact = true;
     HOPWELL_UNROLL
-    for (int i = 0; i < panels(kPart); ++i) exact = exact && scales.factor(i).exact;
+    for (int i = 0; i < panels(kPart); ++i) exact = exact && scales.template factor<kPart>(i).exact;
     tile::ScaledCodes decoder(exact);
     HOPWELL_UNROLL
     for (int i = 0; i < panels(kPart); ++i) {
-      const uint32_t factor = scales.factor(i).pair;
-      store_decoded(codes[kPart == 0 ? i % 2 : i], to + uint32_t(i) * tile::kPanelBytes,
+      const uint32_t factor = scales.template factor<kPart>(i).pair;
+      store_decoded(codes[at(kPart, i)], to + uint32_t(i) * tile::kPanelBytes,
                     [&](uint32_t word, bool odd) { return decoder.decode(word, odd, factor); });
       after(i);
     }
@@ -142,22 +166,24 @@ struct TileDecoder {
     if (has_row) {
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) codes.codes[i] = load(0, i);
-      codes.scales.load(row(), 0, DequantLane().piece());
+      codes.scales.template load<0>(row(), DequantLane().piece());
     }
     // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
     const bool is_right = codes.template decode<0>(panel(0), [&](int i) {
-      if (has_row) codes.codes[i % 2] = load(i / 2, (i + 2) % 4);
+      constexpr int kPanels = Codes::panels(0);
+      if (has_row) codes.codes[i % 2] = i + 2 < kPanels ? load(0, i + 2) : load(1, i + 2 - kPanels);
     });
     if (!has_row || is_right) return;
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < Codes::panels(0); ++i) store_decoded_exactly(load(0, i), codes.scales.value(i), panel(i));
+    for (int i = 0; i < Codes::panels(0); ++i)
+      store_decoded_exactly(load(0, i), codes.scales.template value<0>(i), panel(i));
   }
   // wait() returns when every dequant warp has loaded its codes of part 1, because panels of part 1 overwrite the rows.
   template <class Wait>
   HOPWELL_DEVICE void decode_part_1(const Wait& wait) {
     arch::Words4 plain[2] = {};
     if (has_row) {
-      codes.scales.load(row(), 1, DequantLane().piece());
+      codes.scales.template load<1>(row(), DequantLane().piece());
       HOPWELL_UNROLL
       for (int i = 2; i < Codes::panels(1); ++i) codes.codes[i] = load(1, i);
       HOPWELL_UNROLL
@@ -174,11 +200,12 @@ struct TileDecoder {
     }
     const bool is_right = codes.template decode<1>(panel(Tile::kPanelsOfPart), [](int) {});
     if (!has_row || is_right) return;
+    if constexpr (Codes::at(1, 0) == 1) std::swap(codes.codes[0], codes.codes[1]);
     HOPWELL_NO_UNROLL
     for (int i = 0; i < Codes::panels(1); ++i) {
-      store_decoded_exactly(codes.codes[0], codes.scales.value(i), panel(Tile::kPanelsOfPart + i));
+      store_decoded_exactly(codes.codes[0], codes.scales.template value<1>(i), panel(Tile::kPanelsOfPart + i));
       HOPWELL_UNROLL
-      for (int j = 0; j + 1 < Codes::kPanels; ++j) codes.codes[j] = codes.codes[j + 1];
+      for (int j = 0; j + 1 < Codes::panels(1); ++j) codes.codes[j] = codes.codes[j + 1];
     }
   }
 

@@ -5,25 +5,27 @@
 //     O[h,:] = Σ_i exp2(score[h,i] − m) · K[i, :512]        scores in units of log 2, m: row_max
 //
 // Tile      one query, 8 or 16 heads, one or more splits of its entries; 64 keys at a time
-// Roles     warpgroup 0  consumer  S, the softmax, O += P V for all columns, and the merge of splits
-//           warpgroup 1  gather    finds the rows of valid entries, and copies rows of codes to the stages: gather.hpp
-//           2 and 3      dequant   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
+// Roles     warpgroup 0  values    O += P V for all columns, the sums of the softmax, and the merge of splits
+//           warpgroup 1  scores    S and the softmax
+//           warpgroup 2  gather    finds the rows of valid entries, and copies rows of codes to the stages: gather.hpp
+//           3 and 4      dequant   decode the rows to bf16 and store them to panels for wgmma: decoded_rows.hpp; or
 //                                  copy rows of bf16: copied_rows.hpp
-// Timeline  gather    rows 2 │····················│rows 3 │····················│rows 4 │
-//           dequant   ·······│part 0 ▒▒▒│part 1 ▒▒▒▒│·····│part 0 ▒▒▒│part 1 ▒▒▒▒│
-//           consumer  S 1 ▓▓▓▓│exp ░░│O += P 1 V ▓▓▓▓│····│S 2 ▓▓▓▓│exp ░░│O += P 2 V ▓▓▓▓│
+// Timeline  gather   rows 3 │··············│rows 4 │··············│rows 5 │
+//           dequant  ·······│part 0 ▒▒▒│part 1 ▒▒▒▒│part 0 ▒▒▒│part 1 ▒▒▒▒│
+//           scores   ···│S 1 ▓▓▓▓│exp ░░│····│S 2 ▓▓▓▓│exp ░░│····│S 3 ▓▓▓▓│
+//           values   ···················│O += P 1 V ▓▓▓▓│···│O += P 2 V ▓▓▓▓│
 // Softmax   A thread has two keys of a warp's 16 and two heads of each eight. Maxima and sums of a tile go through
 //           shared memory. Sums are added in the order of many_heads.hpp, so a head has the same bits in both kernels.
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits. With few queries the CTAs of a
 //           query, one for each split, are a cluster that merges them: cluster_merge.hpp.
-// Budget    16 heads, V3.2 rows: shared: K 2 × 74,752 + Q 18,432 + P 2,048 + ~2,300 = 172 KB; 8 heads, V4 rows: K 3 ×
-//           70,656 + Q 8,192 + P 1,024 + ~1,700 = 222 KB
-//           registers: consumer O 64 + merged O 64 + ~40 (224); gather 48; dequant 120
+// Budget    shared: 8 heads, V3.2 rows: K 3 × 73,728 + Q 9,216 + ~1,300 = 227 KB; 16 heads: 2 × 74,752 + 18,432 +
+//           ~1,700 = 166 KB; V4 rows 3 × 70,656 + 16,384 + ~1,700 = 225 KB
+//           registers: 16 heads: values O 64 + merged O 64 + ~40 (168); scores 72; gather 48; dequant 96
 // Bound     per key: 35 clocks of DRAM on an H200 (656-byte rows); shared memory about 40: 20 for the products, 10 for
-//           unmodified rows, 9 for decoded rows. Measured: 61 for 8 heads, 66 for 16; 50 for 8
-//           heads with three stages. A tile of 8 heads: copies 2,200 clocks, decoding 2,400, and scores, softmax and
-//           output one after the other 2,400 to 3,300
+//           unmodified rows, 9 for decoded rows. Measured, 128 rows: 55 for 8 heads (43 for the copies alone), 66 for
+//           16; V4 rows 53 and 58. No role alone is the limit: a tile is copied for 3,000 clocks and decoded for 2,400,
+//           S and the softmax take 2,400, O 1,000
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -39,46 +41,78 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
 
-// A third stage where shared memory has room for it beside Q, P and 4 KB.
-template <class TheRow, int kHeads>
-constexpr int kStages =
-    3 * KeyTile<TheRow, 128>::kStageBytes + kHeads * (2 * TheRow::kWidth + 128) + 4096 <= arch::sm90::kMaxSharedBytes
-        ? 3
-        : 2;
+template <int kHeads>
+struct TileResult;
+
+template <class Row, int kHeads, int kStages, int kPanelsOfPart>
+using TileOf = KeyTile<Row, 128, kStages, kPanelsOfPart, sizeof(TileResult<kHeads>), 128>;
+// Whether shared memory has room for three stages, Q and 2 KB for the rest.
+template <class Row, int kHeads, int kPanelsOfPart>
+constexpr bool kThreeStagesFit =
+    3 * (TileOf<Row, kHeads, 3, kPanelsOfPart>::kStageBytes + (Row::kHasCodes ? 0 : 1024)) + kHeads * 2 * Row::kWidth +
+        2048 <=
+    arch::sm90::kMaxSharedBytes;
+// With three panels in part 0, rows of V3.2 need no more room than the panels.
+template <class Row, int kHeads>
+constexpr int kPanelsOfPart = kThreeStagesFit<Row, kHeads, 4> || !kThreeStagesFit<Row, kHeads, 3> ? 4 : 3;
+template <class Row, int kHeads>
+using BestTile =
+    TileOf<Row, kHeads, kThreeStagesFit<Row, kHeads, kPanelsOfPart<Row, kHeads>> ? 3 : 2, kPanelsOfPart<Row, kHeads>>;
 
 template <class TheRow, int kTheHeads>
-struct Config : KeyTile<TheRow, 128, kStages<TheRow, kTheHeads>> {
+struct Config : BestTile<TheRow, kTheHeads> {
   static constexpr int kHeads = kTheHeads, kHeadBlocks = kHeads / 8;
-  static constexpr int kConsumerRegisters = 224, kGatherRegisters = 48, kDequantRegisters = 120;
+  static constexpr int kValueRegisters = kHeads == 8 ? 112 : 168, kScoreRegisters = 72,
+                       kGatherRegisters = kHeads == 8 ? 56 : 48, kDequantRegisters = kHeads == 8 ? 120 : 96;
   static constexpr int kThreadHeads = kHeads / 4;     // in the products
   static constexpr int kBytesOfHeads = kHeads * 128;  // 64 columns of all heads
+};
+
+// The score warpgroup's result for a tile, which the value warpgroup reads. It lies in the tile's stage, behind the
+// panels of V: over RoPE, or over rows that have been decoded.
+template <int kHeads>
+struct TileResult {
+  alignas(1024) unsigned char p[kHeads * 128];  // [head][key]
+  float sums[4][kHeads][4];                     // [warp][head][c]: sum over keys with key mod 8 = 2 c or 2 c + 1
+  float row_scale[kHeads];                      // of O before the tile
+  float row_max[kHeads];
 };
 
 template <class Config>
 struct Storage {
   alignas(1024) KeyPanels<Config> panels;
   alignas(1024) unsigned char q[Config::kDqk / 64][Config::kBytesOfHeads];
-  alignas(1024) unsigned char p[Config::kBytesOfHeads];  // [head][key]
   KeyTiles<Config> tiles;
-  float maxima[4][Config::kHeads];   // of a tile, for each warp
-  float sums[4][Config::kHeads][4];  // [warp][head][c]: sum over keys with key mod 8 = 2 c or 2 c + 1
-  float row_scale[Config::kHeads];   // of O before a tile
-  float row_max[Config::kHeads];     // at the end of a split
-  float factor[Config::kHeads];      // of the final output
+  arch::mbarrier scored[Config::kStages];  // the result of the tile is there
+  float maxima[2][4][Config::kHeads];      // of two tiles, for each warp
+  float factor[Config::kHeads];            // of the final output
   MergeFactors merge[Config::kHeads];
+
+  // Executed by one thread, before a barrier of the CTA.
+  HOPWELL_DEVICE void initialise() {
+    tile::init_barriers(4, scored);
+    tiles.initialise();
+  }
+  HOPWELL_DEVICE TileResult<Config::kHeads>& result(int stage) {
+    return *reinterpret_cast<TileResult<Config::kHeads>*>(panels[stage] + Config::kExtraAt);
+  }
 };
+
+// Named barriers, with other numbers than key_tiles.hpp has: Q is there; of the score warpgroup.
+constexpr int kQueryBarrier = 3, kScoreBarrier = 4;
 
 #if HOPWELL_HAS_SM90A
 
 // Where a thread's values of a product are: heads h, and rows r, which are keys or columns of the output.
 struct Place {
+  static HOPWELL_DEVICE int thread() { return arch::thread_index() % 128; }
   static HOPWELL_DEVICE int head(int h) { return h / 2 * 8 + tile::fragment_column() + h % 2; }
   // Without warp_index(), which a whole warp must call.
-  static HOPWELL_DEVICE int row(int r) { return arch::thread_index() / 32 * 16 + tile::fragment_row() + 8 * r; }
+  static HOPWELL_DEVICE int row(int r) { return thread() / 32 * 16 + tile::fragment_row() + 8 * r; }
   // The first of the two columns of each panel of the output; kEvenOdd: key_tiles.hpp.
   template <bool kEvenOdd>
   static HOPWELL_DEVICE int column() {
-    return kEvenOdd ? arch::thread_index() / 32 * 16 + 2 * tile::fragment_row() : row(0);
+    return kEvenOdd ? thread() / 32 * 16 + 2 * tile::fragment_row() : row(0);
   }
   static HOPWELL_DEVICE int value(int h, int r) { return h / 2 * 4 + 2 * r + h % 2; }
 };
@@ -115,10 +149,9 @@ struct Softmax {
     HOPWELL_UNROLL
     for (float& m : row_max) m = -INFINITY;
   }
-  // Converts a tile's scores to probabilities. Stores them, their sums and row_scale, and returns row_scale in `scale`.
-  // The caller executes a barrier before a thread reads these.
-  HOPWELL_DEVICE void operator()(Storage<Config>& s, float scale_log2, int valid_keys,
-                                 float (&scores)[Config::kHeads / 2], float (&scale)[kHeads]) {
+  // Converts a tile's scores to probabilities. Stores them, their sums, row_scale and row_max. maxima: of the tile.
+  HOPWELL_DEVICE void operator()(float (&maxima)[4][Config::kHeads], float scale_log2, int valid_keys,
+                                 float (&scores)[Config::kHeads / 2], TileResult<Config::kHeads>& result) {
     const int warp = arch::warp_index() % 4, lane = arch::lane_index();
     float unit = scale_log2;
     if (valid_keys < Config::kKeys || !(scale_log2 > 0)) {
@@ -131,15 +164,15 @@ struct Softmax {
     for (int h = 0; h < kHeads; ++h) {
       const float max = fmaxf(scores[Place::value(h, 0)], scores[Place::value(h, 1)]);
       const float of_warp = tile::reduce<4, 16>(max, tile::Larger{}) * unit;
-      if (lane < 4) s.maxima[warp][Place::head(h)] = of_warp;
+      if (lane < 4) maxima[warp][Place::head(h)] = of_warp;
     }
-    arch::barrier_sync(kReaderBarrier, Config::kReaders);
+    arch::barrier_sync(kScoreBarrier, 128);
     HOPWELL_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const int head = Place::head(h);
-      const float max = fmaxf(fmaxf(s.maxima[0][head], s.maxima[1][head]), fmaxf(s.maxima[2][head], s.maxima[3][head]));
-      scale[h] = tile::update_row_max(row_max[h], tile::next_row_max(row_max[h], max));
-      if (arch::thread_index() < 4) s.row_scale[head] = scale[h];
+      const float max = fmaxf(fmaxf(maxima[0][head], maxima[1][head]), fmaxf(maxima[2][head], maxima[3][head]));
+      const float scale = tile::update_row_max(row_max[h], tile::next_row_max(row_max[h], max));
+      if (Place::thread() < 4) result.row_scale[head] = scale, result.row_max[head] = row_max[h];
       const float shift = tile::finite_row_max(row_max[h]);
       float of_keys = 0;
       HOPWELL_UNROLL
@@ -149,39 +182,43 @@ struct Softmax {
         of_keys = r == 0 ? x : of_keys + x;
       }
       of_keys += arch::shuffle_xor(of_keys, 4);
-      if (lane / 4 % 2 == 0) s.sums[warp][head][lane / 8] = of_keys;
+      if (lane / 4 % 2 == 0) result.sums[warp][head][lane / 8] = of_keys;
     }
-    store_probabilities(s, scores);
+    store_probabilities(result, scores);
   }
 
  private:
   // Rows of P are heads: stmatrix stores transposed matrices of eight keys and eight heads.
-  static HOPWELL_DEVICE void store_probabilities(Storage<Config>& s, const float (&scores)[Config::kHeads / 2]) {
+  static HOPWELL_DEVICE void store_probabilities(TileResult<Config::kHeads>& result,
+                                                 const float (&scores)[Config::kHeads / 2]) {
     const int lane = arch::lane_index(), matrix = lane / 8 % (2 * Config::kHeadBlocks);
     uint32_t words[2 * Config::kHeadBlocks];
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * Config::kHeadBlocks; ++i) words[i] = arch::pack_bf16(scores[2 * i], scores[2 * i + 1]);
     arch::stmatrix<arch::Transpose::yes>(
-        arch::shared_address(s.p) + tile::swizzled(matrix / 2 * 8 + lane % 8, arch::warp_index() % 4 * 2 + matrix % 2),
+        arch::shared_address(result.p) +
+            tile::swizzled(matrix / 2 * 8 + lane % 8, arch::warp_index() % 4 * 2 + matrix % 2),
         words);
   }
 };
 
-// Thread 4 · head + c of the consumer sums a head's probabilities over the keys with key mod 8 = 2 c or 2 c + 1, even
+// Thread 4 · head + c of the value warpgroup sums a head's probabilities over the keys with key mod 8 = 2 c or 2 c + 1, even
 // and odd tiles separately.
 template <class Config>
 struct HeadSums {
-  float present = 0, other = 0;
+  float present = 0, other = 0, row_max = -INFINITY;
   static HOPWELL_DEVICE bool has() { return arch::thread_index() < 4 * Config::kHeads; }
   static HOPWELL_DEVICE int head() { return arch::thread_index() / 4; }
 
-  HOPWELL_DEVICE void add_tile(const Storage<Config>& s) {
+  HOPWELL_DEVICE void add_tile(const TileResult<Config::kHeads>& result) {
     if (!has()) return;
     const int c = arch::thread_index() % 4;
-    const float scale = s.row_scale[head()];
-    const float sums[4] = {s.sums[0][head()][c], s.sums[1][head()][c], s.sums[2][head()][c], s.sums[3][head()][c]};
+    const float scale = result.row_scale[head()];
+    const float sums[4] = {result.sums[0][head()][c], result.sums[1][head()][c], result.sums[2][head()][c],
+                           result.sums[3][head()][c]};
     const float of_tile = tile::rescaled(present, scale) + tile::sum_of_tile(sums);
     present = tile::rescaled(other, scale), other = of_tile;
+    row_max = result.row_max[head()];
   }
   // Of all keys.
   [[nodiscard]] HOPWELL_DEVICE float total() const { return tile::sum_of_quad(present) + tile::sum_of_quad(other); }
@@ -193,14 +230,18 @@ using Output = float[8][Config::kHeads / 2];
 
 // Oᵀ = Oᵀ · row_scale + Vᵀ Pᵀ: 64 keys, all columns. The panels are released.
 template <class Config, class Slot>
-HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
-                                    const float (&scale)[Config::kThreadHeads], Output<Config>& out, bool first) {
+HOPWELL_DEVICE void multiply_values(Storage<Config>& s, const Slot& slot, Output<Config>& out, bool first) {
   constexpr arch::WgmmaOptions kOptions{.a_major = arch::Major::mn};
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.panels[slot.stage()]));
-  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
+  const TileResult<Config::kHeads>& result = s.result(slot.stage());
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(result.p));
+  float scale[Config::kThreadHeads];
   bool changed = false;
   HOPWELL_UNROLL
-  for (const float x : scale) changed = changed || x != 1;
+  for (int h = 0; h < Config::kThreadHeads; ++h) {
+    scale[h] = result.row_scale[Place::head(h)];
+    changed = changed || scale[h] != 1;
+  }
   if (!first && arch::ballot(changed) != 0) {
     HOPWELL_UNROLL
     for (auto& of_panel : out) {
@@ -208,7 +249,7 @@ HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot,
       for (int i = 0; i < Config::kHeads / 2; ++i) of_panel[i] *= scale[i / 4 * 2 + i % 2];
     }
   }
-  arch::wgmma_fence();  // kept: the output may have been rescaled after the fence of the scores
+  arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int panel = 0; panel < 8; ++panel) {
     HOPWELL_UNROLL
@@ -235,7 +276,7 @@ HOPWELL_DEVICE void end_in_cluster(const SplitParams& p, Storage<Config>& s, con
   static_assert(sizeof result <= sizeof s.panels);
   if (HeadSums<Config>::has()) {
     const int head = HeadSums<Config>::head();
-    const Stats stats{s.row_max[head], sums.total()};
+    const Stats stats{sums.row_max, sums.total()};
     if (arch::thread_index() % 4 == 0) result.stats[head] = stats;
   }
   HOPWELL_UNROLL
@@ -266,7 +307,7 @@ struct Result {
     if (p.merges_in_cluster) return end_in_cluster<Config>(p, s, sums, of_split);
     if (HeadSums<Config>::has()) {
       const int of_tile = HeadSums<Config>::head(), head = work.first_head + of_tile;
-      const Stats later{s.row_max[of_tile], sums.total()};
+      const Stats later{sums.row_max, sums.total()};
       const MergeFactors factors = merges ? merge_stats(stats, later) : MergeFactors{};
       if (!merges) stats = later;
       if (arch::thread_index() % 4 == 0) s.merge[of_tile] = factors;
@@ -345,15 +386,39 @@ struct Result {
   }
 };
 
+// ---- roles ----------------------------------------------------------------------------------------------------------
+
 template <class Config>
-HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
-  load_query<Config>(p, arch::shared_address(s.q));
+HOPWELL_DEVICE void make_scores(const SplitParams& p, Storage<Config>& s) {
+  arch::barrier_sync(kQueryBarrier, 256);
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
+  int tile = 0;
+  HOPWELL_NO_UNROLL
+  for (int split = 0; split < Work(p).splits; ++split) {
+    Softmax<Config> softmax;
+    TileInfo info{};
+    HOPWELL_NO_UNROLL
+    for (; !info.is_last; ++tile) {
+      const tile::RingSlot slot(s.tiles.ring, tile);
+      float scores[Config::kHeads / 2];
+      slot.wait_full(0);
+      info = s.tiles.info[slot.stage()];
+      multiply_scores(s, slot, scores);
+      softmax(s.maxima[tile % 2], scale_log2, info.keys, scores, s.result(slot.stage()));
+      arch::fence_proxy_async();
+      tile::arrive_warp(s.scored[slot.stage()]);
+    }
+  }
+}
+
+template <class Config>
+HOPWELL_DEVICE void make_output(const SplitParams& p, Storage<Config>& s) {
+  load_query<Config>(p, arch::shared_address(s.q));
+  arch::barrier_arrive(kQueryBarrier, 256);
   Result<Config> result;
   int tile = 0;
   HOPWELL_NO_UNROLL
   for (int split = 0; split < Work(p, Config::kHeads).splits; ++split) {
-    Softmax<Config> softmax;
     HeadSums<Config> sums;
     Output<Config> out = {};
     TileInfo info{};
@@ -361,21 +426,12 @@ HOPWELL_DEVICE void consume(const SplitParams& p, Storage<Config>& s) {
     HOPWELL_NO_UNROLL
     for (; !info.is_last; ++tile, ++tiles) {
       const tile::RingSlot slot(s.tiles.ring, tile);
-      float scores[Config::kHeads / 2], scale[Config::kThreadHeads];
-      slot.wait_full(0);
+      arch::mbarrier_wait(s.scored[slot.stage()], slot.parity());
       info = s.tiles.info[slot.stage()];
-      multiply_scores(s, slot, scores);
-      softmax(s, scale_log2, info.keys, scores, scale);
-      arch::fence_proxy_async();
-      arch::barrier_sync(kReaderBarrier, Config::kReaders);
-      sums.add_tile(s);
-      multiply_values(s, slot, scale, out, tiles == 0);
+      sums.add_tile(s.result(slot.stage()));
+      multiply_values(s, slot, out, tiles == 0);
     }
     if (split == Work(p, Config::kHeads).splits - 1) tile::launch_dependents();
-    if (arch::thread_index() < 4) {
-      HOPWELL_UNROLL
-      for (int h = 0; h < Config::kThreadHeads; ++h) s.row_max[Place::head(h)] = softmax.row_max[h];
-    }
     result.end_split(p, s, split, sums, info.keys > 0, out);
   }
 }
@@ -389,16 +445,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sparse_mla_decode_sm90_few_heads(const __grid_constant__ SplitParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<few_heads::Storage<Config>>();
-  if (arch::thread_index() == 0) s.tiles.initialise();
+  if (arch::thread_index() == 0) s.initialise();
   arch::syncthreads();
   if (const int group = arch::warpgroup_index(); group == 0) {
-    arch::setmaxnreg_inc<Config::kConsumerRegisters>();
-    few_heads::consume(p, s);
+    arch::setmaxnreg_inc<Config::kValueRegisters>();
+    few_heads::make_output(p, s);
   } else if (group == 1) {
+    arch::setmaxnreg_dec<Config::kScoreRegisters>();
+    few_heads::make_scores(p, s);
+  } else if (group == 2) {
     arch::setmaxnreg_dec<Config::kGatherRegisters>();
     gather<Config>(p, s.tiles, s.panels);
   } else {
-    arch::setmaxnreg_dec<Config::kDequantRegisters>();
+    if constexpr (Config::kHeads == 8)
+      arch::setmaxnreg_inc<Config::kDequantRegisters>();
+    else
+      arch::setmaxnreg_dec<Config::kDequantRegisters>();
     make_panels<Config>(p, s.tiles, s.panels);
   }
 #endif

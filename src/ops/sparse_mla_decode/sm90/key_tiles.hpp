@@ -5,15 +5,17 @@
 //               RoPE
 //     columns   decoded rows: of each 16 columns the even ones come first, then the odd ones, because two codes of a
 //               word are decoded by one instruction. Q has the same order, and so have the output columns of P V
-//     parts     of a tile: panels 0 to 3, then RoPE and panels 4 to 7. A stage has a barrier `full` and a barrier
-//               `empty` for each. The warpgroup that multiplies P and V of part 1 releases part 1. P exists only after
-//               S, so S does not read part 1 any more
+//     parts     of a tile: panels 0 to 3, then RoPE and panels 4 to 7; or panels 0 to 2, then the rest. A stage has a
+//               barrier `full` and a barrier `empty` for each. The warpgroup that multiplies P and V of part 1 releases
+//               part 1. P exists only after S, so S does not read part 1 any more
 //     gather    a warpgroup that finds the rows of valid entries and gives them to the dequant warps: gather.hpp
 //     dequant   eight warps that write a tile's panels: decoded_rows.hpp for rows of codes, copied_rows.hpp for rows of
 //               bf16
 //
 // The tiles of a CTA's splits follow each other in the ring. A split without keys has one tile of 0 keys.
 #pragma once
+
+#include <algorithm>
 
 #include "arch/sm80/bits.hpp"
 #include "arch/sm90/cluster.hpp"
@@ -24,16 +26,18 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// kReaders: threads that read tiles, the first of the CTA. One gather and two dequant warpgroups follow.
-template <class TheRow, int kTheReaders, int kTheStages = 2>
+// kReaders: threads that load Q and have the output, the first of the CTA. kMoreReaders follow, then one gather and two
+// dequant warpgroups. kExtraBytes: of a stage behind the panels of V, which readers may write when RoPE has been read.
+template <class TheRow, int kTheReaders, int kTheStages = 2, int kThePanelsOfPart = 4, int kExtraBytes = 0,
+          int kMoreReaders = 0>
 struct KeyTile {
   using Row = TheRow;
   static constexpr int kKeys = 64, kStages = kTheStages;
-  static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64, kPanelsOfPart = 4;
+  static constexpr int kDqk = Row::kWidth, kPanels = kDqk / 64, kPanelsOfPart = kThePanelsOfPart;
   static constexpr int kReaders = kTheReaders, kReleasingWarps = 4;  // of a part
   static constexpr int kGatherThreads = 128, kGatherWarps = kGatherThreads / 32;
   static constexpr int kDequantThreads = 256, kDequantWarps = kDequantThreads / 32;
-  static constexpr int kFirstDequantThread = kReaders + kGatherThreads,
+  static constexpr int kFirstDequantThread = kReaders + kMoreReaders + kGatherThreads,
                        kThreads = kFirstDequantThread + kDequantThreads;
 
   // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be,
@@ -41,9 +45,12 @@ struct KeyTile {
   static constexpr bool kCopiesRows = !Row::kHasCodes;
   static constexpr bool kEvenOdd = Row::kHasCodes;  // order of columns in each 16
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
-  static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes), kRawAt = kPanelsOfPart * int(tile::kPanelBytes);
-  static constexpr int kRawEnd = kCopiesRows ? 0 : (kRawAt + kKeys * Row::kPitch + 1023) / 1024 * 1024;
-  static constexpr int kStageBytes = kRawEnd > kPanelsBytes ? kRawEnd : kPanelsBytes;
+  static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes),
+                       kPartAt = kPanelsOfPart * int(tile::kPanelBytes);
+  static constexpr int kRawBytes = kCopiesRows ? 0 : (kKeys * Row::kPitch + 1023) / 1024 * 1024,
+                       kRawAt = std::max(kPartAt, kPanelsBytes - kRawBytes);
+  static constexpr int kExtraAt = 8 * int(tile::kPanelBytes), kExtraEnd = (kExtraAt + kExtraBytes + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = std::max({kPanelsBytes, kRawAt + kRawBytes, kExtraEnd});
 };
 
 // The even and the odd columns of 16 columns of bf16.

@@ -257,6 +257,7 @@ template <class Config>
 HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
   if (arch::thread_index() == 0) s.scale_log2 = p.scale_log2 * p.kv_scale_factor();
   load_query<Config>(p, arch::shared_address(s.q));
+  arch::barrier_sync(kReaderBarrier, Config::kReaders);
   const float scale_log2 = s.scale_log2;
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
@@ -306,6 +307,7 @@ HOPWELL_DEVICE void low(const SplitParams& p, Storage<Config>& s) {
 template <class Config>
 HOPWELL_DEVICE void high(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
+  arch::barrier_sync(kReaderBarrier, Config::kReaders);
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p));
   int tile = 0;
   const auto p_slot = [&] { return tile::ring_stage(s.p_ring, 0, uint32_t(tile % 2)); };
