@@ -7,7 +7,7 @@
 //           512 columns, 16 a lane. Neighbouring threads compute the amax of a group of codes together
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
 //           another
-// Budget    14 KB of shared memory for slots and marks
+// Budget    22 KB of shared memory for slots and marks
 // Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2
 #pragma once
 
@@ -31,7 +31,7 @@ using arch::bf16;
 struct Config {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kRows = 256;    // of a CTA at a time
-  static constexpr int kMarks = 8192;  // a power of two
+  static constexpr int kMarks = 4096;  // a power of two
   static constexpr int kColumns = 4;   // of a pack
 };
 
@@ -55,11 +55,22 @@ struct Params {
 };
 
 struct SharedStorage {
-  uint8_t marks[Config::kMarks];                             // 1 at index slot % kMarks for each slot of the CTA's rows
+  uint32_t marks[Config::kMarks];                            // of the CTA's rows, at index slot % kMarks: Mark
   uint8_t replaced[Config::kRows];                           // 1 if a later row has the slot of this row
   int slots[Config::kRows];                                  // of the CTA's rows; -1: the row is not written
   int64_t data_at[Config::kRows], scales_at[Config::kRows];  // byte offsets in the cache
 };
+
+// The sum of 2^16 + 1 + row over all rows of the CTA whose slots have the same index. A row counts from the CTA's first.
+struct Mark {
+  uint32_t sum;
+
+  static HOPWELL_DEVICE Mark of(int row) { return {0x10001 + uint32_t(row)}; }
+  static HOPWELL_DEVICE int index(int64_t slot) { return int(uint64_t(slot) % Config::kMarks); }
+  [[nodiscard]] HOPWELL_DEVICE bool has_one() const { return sum >> 16 == 1; }
+  [[nodiscard]] HOPWELL_DEVICE int row() const { return int(sum & 0xffff) - 1; }  // if there is one
+};
+static_assert(Config::kRows * (Config::kRows + 1) / 2 < 1 << 16);
 
 HOPWELL_DEVICE bool has_position(const Params& p, int64_t row) {
   if (p.cos_sin == nullptr) return true;
@@ -85,9 +96,9 @@ HOPWELL_DEVICE void prefetch_rows(const Params& p, int64_t first, int rows) {
 // Stores the slots of the CTA's rows and marks them.
 HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first, int rows) {
   const int thread = arch::thread_index();
-  static_assert(Config::kThreads == Config::kRows && Config::kMarks % (16 * Config::kThreads) == 0);
-  for (int i = 16 * thread; i < Config::kMarks; i += 16 * Config::kThreads)
-    arch::store_shared_v4(arch::shared_address(s.marks) + uint32_t(i), {});
+  static_assert(Config::kThreads == Config::kRows && Config::kMarks % (4 * Config::kThreads) == 0);
+  for (int i = 4 * thread; i < Config::kMarks; i += 4 * Config::kThreads)
+    arch::store_shared_v4(arch::shared_address(s.marks + i), {});
   s.replaced[thread] = 0;
   const int slot = thread < rows ? slot_of(p, first + thread) : -1;
   s.slots[thread] = slot;
@@ -101,41 +112,37 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
                               : of_block + int64_t{p.block} * f.data_pitch + int64_t{row} * f.scale_pitch;
   }
   arch::syncthreads();
-  arch::mark_shared(slot >= 0, arch::shared_address(s.marks + (uint32_t(slot) % Config::kMarks)));
+  arch::red_add_shared(slot >= 0, arch::shared_address(s.marks + Mark::index(slot)), Mark::of(thread).sum);
 }
 
-// Marks the CTA's rows that later rows replace. Each lane passes its row `later`. If the lane's bit in
-// `hits` is set, that row may replace a row of the CTA. Not inline, because calls are rare.
-HOPWELL_NO_INLINE void mark_replaced(const Params& p, SharedStorage& s, int64_t first, int64_t later, int slot,
-                                     uint32_t hits) {
-  const int lane = arch::lane_index();
-  hits &= arch::ballot((hits >> lane & 1) != 0 && has_position(p, later));
-  for (; hits != 0; hits &= hits - 1) {
-    const int from = tile::lowest_bit(hits), replacing = arch::shuffle(slot, from);
-    HOPWELL_NO_UNROLL
-    for (int row = lane; row < Config::kRows; row += 32)
-      arch::mark_shared(s.slots[row] == replacing && first + row < later - lane + from,
-                        arch::shared_address(s.replaced + row));
-  }
+// Notes that row `later` replaces rows of the CTA with the same slot, which are among those of the mark. Not inline,
+// because calls are rare.
+HOPWELL_NO_INLINE void find_replaced_by(const Params& p, SharedStorage& s, int64_t first, int rows, int64_t later,
+                                        int slot, Mark mark) {
+  const int begin = mark.has_one() ? mark.row() : 0, end = mark.has_one() ? begin + 1 : rows;
+  for (int row = begin; row < end; ++row)
+    arch::mark_shared(s.slots[row] == slot && first + row < later && has_position(p, later),
+                      arch::shared_address(s.replaced + row));
 }
 
-// Looks through the slots of all rows after the first of the CTA.
-HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first) {
-  constexpr int kUnroll = 8;
-  const int64_t slots = p.cache.slots();
-  for (int64_t at = first + 1; at < p.n; at += Config::kThreads * kUnroll) {
-    const int64_t mine = at + arch::thread_index();
-    int64_t slot[kUnroll];
+// Looks through the slots of all rows after the first of the CTA. Slot: their type.
+template <class Slot>
+HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first, int rows) {
+  constexpr uint32_t kUnroll = 8, kThreads = Config::kThreads;
+  const auto slots = uint64_t(p.cache.slots());
+  const auto n = uint32_t(p.n);
+  for (uint32_t at = uint32_t(first) + 1; at < n; at += kThreads * kUnroll) {
+    const uint32_t mine = at + uint32_t(arch::thread_index());
+    const Slot* const from = static_cast<const Slot*>(p.slots.data) + mine * p.slots.stride;
+    Slot slot[kUnroll];
     HOPWELL_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t row = mine + Config::kThreads * i;
-      slot[i] = row < p.n ? p.slots[row] : -1;
-    }
+    for (uint32_t i = 0; i < kUnroll; ++i)
+      slot[i] = mine + kThreads * i < n ? from[kThreads * i * p.slots.stride] : Slot{-1};
     HOPWELL_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      const bool maybe = slot[i] >= 0 && slot[i] < slots && s.marks[uint64_t(slot[i]) % Config::kMarks] != 0;
-      const uint32_t hits = arch::ballot(maybe);
-      if (hits != 0) mark_replaced(p, s, first, mine + Config::kThreads * i, int(slot[i]), hits);
+    for (uint32_t i = 0; i < kUnroll; ++i) {
+      const Mark mark{uint64_t(slot[i]) < slots ? s.marks[Mark::index(slot[i])] : 0};  // negative ones are large
+      if (mark.sum != 0) [[unlikely]]
+        find_replaced_by(p, s, first, rows, mine + kThreads * i, int(slot[i]), mark);
     }
   }
 }
@@ -285,17 +292,26 @@ struct Codes {
       }
       return;
     }
-    // The correctly rounded x / scale: x · reciprocal if the scale is a power of two, else corrected by the remainder
-    // (Markstein).
     const float reciprocal = 1 / scale;
+    if (is_power) {
+      encode(columns, [&](float x) { return x * reciprocal; });
+    } else {
+      // The correctly rounded x / scale: x · reciprocal, corrected by the remainder (Markstein).
+      encode(columns, [&](float x) {
+        const float quotient = x * reciprocal;
+        return copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
+      });
+    }
+  }
+
+ private:
+  template <class Divide>
+  HOPWELL_DEVICE void encode(const Columns<kPacks>& columns, const Divide& divide) {
     HOPWELL_UNROLL
     for (int n = 0; n < kPacks; ++n) {
       float quotients[Config::kColumns];
       HOPWELL_UNROLL
-      for (int i = 0; i < Config::kColumns; ++i) {
-        const float x = columns.packs[n][i], quotient = x * reciprocal;
-        quotients[i] = is_power ? quotient : copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
-      }
+      for (int i = 0; i < Config::kColumns; ++i) quotients[i] = divide(columns.packs[n][i]);
       words[n] = Encode::codes(quotients);
     }
   }
@@ -345,7 +361,10 @@ __global__ void __launch_bounds__(Config::kThreads, 4) mla_cache_append_rows(con
     prefetch_rows(p, first, rows);
     store_slots(p, s, first, rows);
     arch::syncthreads();
-    find_replaced(p, s, first);
+    if (p.slots.wide)
+      find_replaced<int64_t>(p, s, first, rows);
+    else
+      find_replaced<int32_t>(p, s, first, rows);
     arch::syncthreads();
     for (int i = arch::warp_index(); i < rows; i += Config::kWarps)
       if (s.slots[i] >= 0 && s.replaced[i] == 0)
