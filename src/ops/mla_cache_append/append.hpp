@@ -22,7 +22,6 @@
 #include "ops/mla_cache_append/row.hpp"
 #include "tile/divisor.hpp"
 #include "tile/gpu/numbers.hpp"
-#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET {
 
@@ -51,7 +50,8 @@ struct Params {
   int rope_first, rope_columns;
   int least_exponent, tile_bits;  // of a power-of-two scale; log2 of the codes that share a scale
   bool pow2, interleaved, cos_sin_is_bf16;
-  bool aligned;  // four columns of every row of kv and k_rope are 8-byte aligned
+  bool aligned;               // four columns of every row of kv and k_rope are 8-byte aligned
+  bool codes_are_contiguous;  // all columns of codes are in kv, 16-byte aligned, and not rotated
 };
 
 struct SharedStorage {
@@ -115,8 +115,8 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::red_add_shared(slot >= 0, arch::shared_address(s.marks + Mark::index(slot)), Mark::of(thread).sum);
 }
 
-// Notes that row `later` replaces rows of the CTA with the same slot, which are among those of the mark. Not inline,
-// because calls are rare.
+// Notes that row `later` replaces the CTA's rows with the same slot. mark: of this slot. Not inline, because calls are
+// rare.
 HOPWELL_NO_INLINE void find_replaced_by(const Params& p, SharedStorage& s, int64_t first, int rows, int64_t later,
                                         int slot, Mark mark) {
   const int begin = mark.has_one() ? mark.row() : 0, end = mark.has_one() ? begin + 1 : rows;
@@ -226,6 +226,16 @@ struct Columns {
   static constexpr int kCount = kPacks * Config::kColumns;
   Pack packs[kPacks];
 
+  // From a 16-byte aligned address. kPacks is even.
+  HOPWELL_DEVICE void load_contiguous(const bf16* from) {
+    HOPWELL_UNROLL
+    for (int i = 0; i + 1 < kPacks; i += 2) {
+      const auto words = arch::load_vector<arch::Words4>(from + i * Config::kColumns);
+      packs[i] = arch::bit_cast<Pack>(arch::Words2{words.w[0], words.w[1]});
+      packs[i + 1] = arch::bit_cast<Pack>(arch::Words2{words.w[2], words.w[3]});
+    }
+  }
+
   // The largest finite magnitude. finite: whether all columns are.
   HOPWELL_DEVICE float amax(bool& finite) const {
     uint32_t largest = 0;  // magnitude as bits of fp32
@@ -292,11 +302,12 @@ struct Codes {
       }
       return;
     }
-    const float reciprocal = 1 / scale;
     if (is_power) {
+      const float reciprocal = arch::bit_cast<float>(0x7f000000 - arch::bit_cast<uint32_t>(scale));
       encode(columns, [&](float x) { return x * reciprocal; });
     } else {
       // The correctly rounded x / scale: x · reciprocal, corrected by the remainder (Markstein).
+      const float reciprocal = 1 / scale;
       encode(columns, [&](float x) {
         const float quotient = x * reciprocal;
         return copysignf(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), x);
@@ -325,7 +336,9 @@ HOPWELL_DEVICE void store_codes(const Params& p, const Row& row, uint8_t* data, 
   for (int first = 0; first < f.codes; first += 32 * kOfLane) {
     const int c = first + lane * kOfLane;
     Columns<kPacks> columns{};
-    if (c < f.codes) {
+    if (kPacks % 2 == 0 && p.codes_are_contiguous) {
+      if (c < f.codes) columns.load_contiguous(row.kv + c);
+    } else if (c < f.codes) {
       HOPWELL_UNROLL
       for (int i = 0; i < kPacks; ++i) columns.packs[i] = pack_of(p, row, c + i * Config::kColumns);
     }

@@ -40,6 +40,8 @@ inline Params params_of(const Problem& problem) {
   p.pow2 = problem.pow2, p.least_exponent = problem.least_exponent;
   p.aligned = tile::rows_aligned(problem.kv, 1, 8) && (!problem.k_rope || tile::rows_aligned(problem.k_rope, 1, 8)) &&
               p.kv_columns % 4 == 0;
+  p.codes_are_contiguous = tile::rows_aligned(problem.kv, 1, 16) && p.format.codes <= p.kv_columns &&
+                           (!problem.rotation || problem.rotation->first >= p.format.codes);
   if (!problem.rotation) return p;
   const Rotation& r = *problem.rotation;
   p.cos_sin = r.cos_sin.data, p.cos_sin_stride = r.cos_sin.stride[0], p.max_positions = r.cos_sin.shape[0];
