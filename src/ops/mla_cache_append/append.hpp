@@ -128,7 +128,7 @@ HOPWELL_NO_INLINE void find_replaced_by(const Params& p, SharedStorage& s, int64
 // Looks through the slots of all rows after the first of the CTA. Slot: their type.
 template <class Slot>
 HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t first, int rows) {
-  constexpr uint32_t kUnroll = 8, kThreads = Config::kThreads;
+  constexpr uint32_t kUnroll = 4, kThreads = Config::kThreads;
   const auto slots = uint64_t(p.cache.slots());
   const auto n = uint32_t(p.n);
   for (uint32_t at = uint32_t(first) + 1; at < n; at += kThreads * kUnroll) {
