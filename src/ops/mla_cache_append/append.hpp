@@ -61,7 +61,7 @@ struct SharedStorage {
   int64_t data_at[Config::kRows], scales_at[Config::kRows];  // byte offsets in the cache
 };
 
-// The sum of 2^16 + 1 + row over all rows of the CTA whose slots have the same index. A row counts from the CTA's first.
+// The sum of 2^16 + 1 + row over all rows of the CTA whose slots have the same index. Rows count from the CTA's first.
 struct Mark {
   uint32_t sum;
 
