@@ -30,6 +30,7 @@ struct Append {
   std::int64_t rope_offset = -1;
   bool interleaved = true, pow2 = true, strided = false, four_dims = false, table_bf16 = false;
   bool duplicates = false, scale_array = false;
+  std::int64_t slots_apart = 1;  // distance of the three slots of `duplicates`
   Values values = Values::kNormal;
   float kv_scale = 0;  // 0: not given
 
@@ -210,7 +211,9 @@ Inputs add_inputs(const Append& p, Random& random, Instance& instance) {
   for (std::int64_t i = 0; i < p.n; ++i) {
     const auto own = static_cast<double>(order[static_cast<std::size_t>(i) % order.size()]);
     const bool skips = i >= slots || i % 5 == 3;
-    in.slots->set(i, p.duplicates ? static_cast<double>(random.below(3)) : skips ? outside[i % 5] : own);
+    in.slots->set(i, p.duplicates ? static_cast<double>(random.below(3) * p.slots_apart)
+                     : skips      ? outside[i % 5]
+                                  : own);
   }
   const std::int64_t table_rows = 6;
   in.positions = &instance.add({"positions", p.integers, {p.n}});
@@ -318,6 +321,9 @@ std::vector<std::pair<std::string, Append>> problems() {
         .strided = true,
         .values = Values::kGrid}},
       {"duplicates", {.n = 200, .duplicates = true}},
+      // On GPUs these slots have one mark, and a CTA has several rows.
+      {"duplicates_apart",
+       {.rows = Rows::kIndex, .n = 2000, .d = 32, .blocks = 700, .block = 13, .duplicates = true, .slots_apart = 4096}},
       {"duplicates_rotated",
        {.rows = Rows::kV4, .n = 60, .d = 512, .rotated = 64, .duplicates = true, .values = Values::kGrid}},
       {"no_rows", {.n = 0}},
