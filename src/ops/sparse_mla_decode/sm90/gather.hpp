@@ -9,7 +9,9 @@
 // shuffle. Otherwise valid slots go through a ring in shared memory. After a first invalid entry tiles seldom begin
 // with 64 entries again, so most go through the ring.
 //
-//     gather   find tile n + 1; if there are two stages, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
+//     gather   find tile n + 1, fetch its rows to L2 │ wait until the stage is free │ copy │ find tile n + 2 …
+//
+// With three stages copies begin early enough, and rows are not fetched to L2 first.
 #pragma once
 
 #include <bit>

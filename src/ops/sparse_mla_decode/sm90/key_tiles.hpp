@@ -45,10 +45,9 @@ struct KeyTile {
   static constexpr bool kCopiesRows = !Row::kHasCodes;
   static constexpr bool kEvenOdd = Row::kHasCodes;  // order of columns in each 16
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
-  static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes),
-                       kPartAt = kPanelsOfPart * int(tile::kPanelBytes);
+  static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes);
   static constexpr int kRawBytes = kCopiesRows ? 0 : (kKeys * Row::kPitch + 1023) / 1024 * 1024,
-                       kRawAt = std::max(kPartAt, kPanelsBytes - kRawBytes);
+                       kRawAt = std::max(kPanelsOfPart * int(tile::kPanelBytes), kPanelsBytes - kRawBytes);
   static constexpr int kExtraAt = 8 * int(tile::kPanelBytes), kExtraEnd = (kExtraAt + kExtraBytes + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = std::max({kPanelsBytes, kRawAt + kRawBytes, kExtraEnd});
 };
