@@ -116,7 +116,7 @@ def readme_picture() -> str:
     axes = below.subplots()
     plot.ratios(axes, readme_bars())
     axes.set_title("Decode, indexer and 4-bit weights", loc="left")
-    made = [records.provenance(record) for machine in MACHINES for record in records.peer_records(machine)]
+    made = dict.fromkeys(records.provenance(record) for machine in MACHINES for record in records.peer_records(machine))
     below.supxlabel("Timed in turns on " + ";\n".join(made), fontsize=8)
     return plot.svg(figure)
 
