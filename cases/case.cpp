@@ -180,7 +180,7 @@ void Array::set(std::int64_t position, double value) {
 }
 
 Array& Array::fill_normal(Random& random, double scale) {
-  constexpr std::int64_t kPart = 1 << 20;  // larger arrays are filled by all threads, each part from its own seed
+  constexpr std::int64_t kPart = kElementsOfOneThread;
   if (size_ <= kPart) {
     for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
     return *this;
@@ -195,7 +195,10 @@ Array& Array::fill_normal(Random& random, double scale) {
 }
 
 Array& Array::fill(double value) {
-  for (std::int64_t i = 0; i < size_; ++i) set(i, value);
+  constexpr std::int64_t kPart = kElementsOfOneThread;
+  cpu::parallel_for((size_ + kPart - 1) / kPart, [&](std::int64_t item) {
+    for (std::int64_t i = item * kPart; i < std::min((item + 1) * kPart, size_); ++i) set(i, value);
+  });
   return *this;
 }
 

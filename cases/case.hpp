@@ -40,6 +40,9 @@ class Random {
   std::optional<double> second_normal_;  // normal() makes them in pairs
 };
 
+// All threads fill inputs with more elements, each part from its own seed.
+constexpr std::int64_t kElementsOfOneThread = 1 << 20;
+
 // A tensor of a case: memory with guard zones, any strides. Elements are read and written as double, rounded to the
 // dtype, in host memory. to_device and from_device copy to and from device memory.
 class Array {

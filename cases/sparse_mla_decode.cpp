@@ -7,6 +7,7 @@
 
 #include "nvfp4.hpp"
 #include "suites.hpp"
+#include "tile/cpu/parallel.hpp"
 #include "vectors.hpp"
 
 namespace hopwell::cases {
@@ -187,27 +188,39 @@ void put_row(const Decode& p, Random& random, const Bytes& bytes, std::int64_t s
   }
 }
 
-// Fills the selected rows. All other bytes are NaN in every type.
-void fill_cache(const Decode& p, Random& random, CacheData& c, const std::vector<bool>& selected) {
-  const bool plain = p.rows == Rows::kPlain;
-  for (Array* array : {c.cache, c.rope})
-    if (array != nullptr) array->fill(plain ? static_cast<double>(NAN) : 255.0);
-  c.values.assign(static_cast<std::size_t>(c.blocks * c.block * p.d_qk), 0.0);
-  const Bytes bytes{*c.cache, p.row_elements(), c.block};
-  bool plants = p.planted_nan || p.nan_scale;
-  for (std::int64_t slot = 0; slot < c.blocks * c.block; ++slot) {
-    if (!selected[static_cast<std::size_t>(slot)]) continue;
-    double* values = c.values.data() + slot * p.d_qk;
-    put_row(p, random, bytes, slot, plants, values);
-    const std::int64_t width = p.row_elements();
-    for (std::int64_t d = 0; plain && d < p.d_qk; ++d) {
-      Array& array = d < width ? *c.cache : *c.rope;
-      const std::int64_t at = d < width ? slot * width + d : slot * (p.d_qk - width) + d - width;
-      array.set(at, plants && d == 5 ? static_cast<double>(NAN) : random.normal());
-      values[d] = array.get(at);
-    }
-    plants = false;
+// Fills a selected row.
+void fill_row(const Decode& p, Random& random, CacheData& c, std::int64_t slot, bool plants) {
+  double* values = c.values.data() + slot * p.d_qk;
+  const std::int64_t width = p.row_elements();
+  put_row(p, random, {*c.cache, width, c.block}, slot, plants, values);
+  for (std::int64_t d = 0; p.rows == Rows::kPlain && d < p.d_qk; ++d) {
+    Array& array = d < width ? *c.cache : *c.rope;
+    const std::int64_t at = d < width ? slot * width + d : slot * (p.d_qk - width) + d - width;
+    array.set(at, plants && d == 5 ? static_cast<double>(NAN) : random.normal());
+    values[d] = array.get(at);
   }
+}
+
+// Fills the selected rows. All other bytes are NaN in every type. All threads fill large caches, each row from its own
+// seed.
+void fill_cache(const Decode& p, Random& random, CacheData& c, const std::vector<bool>& selected) {
+  for (Array* array : {c.cache, c.rope})
+    if (array != nullptr) array->fill(p.rows == Rows::kPlain ? static_cast<double>(NAN) : 255.0);
+  c.values.assign(static_cast<std::size_t>(c.blocks * c.block * p.d_qk), 0.0);
+  std::vector<std::int64_t> slots;
+  for (std::int64_t slot = 0; slot < c.blocks * c.block; ++slot)
+    if (selected[static_cast<std::size_t>(slot)]) slots.push_back(slot);
+  const auto count = static_cast<std::int64_t>(slots.size());
+  const auto plants = [&](std::int64_t i) { return i == 0 && (p.planted_nan || p.nan_scale); };
+  if (count * p.d_qk <= kElementsOfOneThread) {
+    for (std::int64_t i = 0; i < count; ++i) fill_row(p, random, c, slots[static_cast<std::size_t>(i)], plants(i));
+    return;
+  }
+  const std::uint64_t seed = random.bits();
+  cpu::parallel_for(count, [&](std::int64_t i) {
+    Random own(seed + static_cast<std::uint64_t>(i));
+    fill_row(p, own, c, slots[static_cast<std::size_t>(i)], plants(i));
+  });
 }
 
 // ---- inputs ----
