@@ -207,7 +207,9 @@ Inputs add_inputs(const Append& p, Random& random, Instance& instance) {
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int64_t>(i);
   for (std::size_t i = order.size(); i-- > 1;)
     std::swap(order[i], order[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i) + 1))]);
-  const double outside[] = {-1, static_cast<double>(slots), static_cast<double>(slots) + 1, INT32_MAX, INT32_MIN};
+  const bool wide = p.integers == DType::kInt64;  // slot 2^32 + 1 is not slot 1
+  const double outside[] = {-1, static_cast<double>(slots), static_cast<double>(slots) + 1,
+                            wide ? 0x1p32 + 1 : INT32_MAX, wide ? -0x1p62 : INT32_MIN};
   for (std::int64_t i = 0; i < p.n; ++i) {
     const auto own = static_cast<double>(order[static_cast<std::size_t>(i) % order.size()]);
     const bool skips = i >= slots || i % 5 == 3;

@@ -3,17 +3,17 @@
 // Tile      neighbouring rows of the call, an equal part for each CTA, at most 256 at a time
 // Roles     all warps are alike. They prefetch the CTA's rows of kv to L2 and meanwhile look through the slots of all
 //           later rows of the call. Then a warp writes one row at a time
-// Row       a warp encodes 128 columns at a time, 4 adjacent ones a lane; rows of at least 256 codes, a multiple of 16,
-//           512 columns, 16 a lane. Neighbouring threads compute the amax of a group of codes together
+// Row       a warp encodes 128 columns at a time, 4 adjacent ones a lane. If a row has at least 256 codes and their
+//           number is a multiple of 16, it encodes 512 columns, 16 a lane. Neighbouring threads compute the amax of a
+//           group of codes together
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
 //           another
 // Budget    22 KB of shared memory for slots and marks
-// Bound     instructions. Each row of kv is read once, the slots are read by all CTAs, from L2. 8,192 rows: 15.6 µs,
-//           reading 10.5 (H200)
+// Bound     each row of kv is read once, the slots are read by all CTAs, from L2. 8,192 rows in graphs: 11.0 µs by
+//           `hopwell bench`, as long as reading the bytes; 15.6 µs if 512 MB are written before each call (H200)
 #pragma once
 
 #include <algorithm>
-#include <bit>
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/memory.hpp"
@@ -47,7 +47,7 @@ struct Params {
   const float* kv_scale;
   float kv_scale_value;
   int64_t n, rows_of_cta;
-  int d, kv_columns;
+  int kv_columns;
   int rope_first, rope_columns;
   int least_exponent, tile_bits;  // of a power-of-two scale; log2 of the codes that share a scale
   bool pow2, interleaved, cos_sin_is_bf16;
@@ -62,7 +62,8 @@ struct SharedStorage {
   int64_t data_at[Config::kRows], scales_at[Config::kRows];  // byte offsets in the cache
 };
 
-// The sum of 2^16 + 1 + row over all rows of the CTA whose slots have the same index. Rows count from the CTA's first.
+// Low 16 bits: sum of row + 1; high 16 bits: number of rows. Both over the CTA's rows whose slots have the same index;
+// rows count from the CTA's first. If the number is 1, the low bits name the row.
 struct Mark {
   uint32_t sum;
 
@@ -116,8 +117,8 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
   arch::red_add_shared(slot >= 0, arch::shared_address(s.marks + Mark::index(slot)), Mark::of(thread).sum);
 }
 
-// Notes that row `later` replaces the CTA's rows with the same slot. mark: of this slot. Not inline, because calls are
-// rare.
+// Notes that row `later` replaces the CTA's rows with the same slot. mark: at this slot's index. Not inline, because
+// most rows of a call have no mark; a CTA's own rows have one.
 HOPWELL_NO_INLINE void find_replaced_by(const Params& p, SharedStorage& s, int64_t first, int rows, int64_t later,
                                         int slot, Mark mark) {
   const int begin = mark.has_one() ? mark.row() : 0, end = mark.has_one() ? begin + 1 : rows;
@@ -134,11 +135,11 @@ HOPWELL_DEVICE void find_replaced(const Params& p, SharedStorage& s, int64_t fir
   const auto n = uint32_t(p.n);
   for (uint32_t at = uint32_t(first) + 1; at < n; at += kThreads * kUnroll) {
     const uint32_t mine = at + uint32_t(arch::thread_index());
-    const Slot* const from = static_cast<const Slot*>(p.slots.data) + mine * p.slots.stride;
     Slot slot[kUnroll];
     HOPWELL_UNROLL
     for (uint32_t i = 0; i < kUnroll; ++i)
-      slot[i] = mine + kThreads * i < n ? from[kThreads * i * p.slots.stride] : Slot{-1};
+      slot[i] = mine + kThreads * i < n ? static_cast<const Slot*>(p.slots.data)[(mine + kThreads * i) * p.slots.stride]
+                                        : Slot{-1};
     HOPWELL_UNROLL
     for (uint32_t i = 0; i < kUnroll; ++i) {
       const Mark mark{uint64_t(slot[i]) < slots ? s.marks[Mark::index(slot[i])] : 0};  // negative ones are large
@@ -278,7 +279,7 @@ HOPWELL_DEVICE GroupScale store_scale(const Params& p, const Columns<kPacks>& co
     if (f.scale == mla_cache::Scale::fp32)
       *reinterpret_cast<float*>(scales + 4 * (c >> p.tile_bits)) = scale;
     else
-      scales[c >> p.tile_bits] = uint8_t(std::bit_cast<uint32_t>(scale) >> 23);
+      scales[c >> p.tile_bits] = uint8_t(arch::bit_cast<uint32_t>(scale) >> 23);
   }
   return {scale, finite};
 }

@@ -36,7 +36,7 @@ inline Params params_of(const Problem& problem) {
   p.tile_bits = p.format.tile == 128 ? 7 : p.format.tile == 64 ? 6 : 5;
   p.slots = problem.slots, p.block = static_cast<int>(p.cache.block);
   p.kv_scale = problem.kv_scale, p.kv_scale_value = problem.kv_scale_value;
-  p.n = problem.n, p.d = static_cast<int>(problem.d), p.kv_columns = static_cast<int>(problem.kv.shape[1]);
+  p.n = problem.n, p.kv_columns = static_cast<int>(problem.kv.shape[1]);
   p.pow2 = problem.pow2, p.least_exponent = problem.least_exponent;
   p.aligned = tile::rows_aligned(problem.kv, 1, 8) && (!problem.k_rope || tile::rows_aligned(problem.k_rope, 1, 8)) &&
               p.kv_columns % 4 == 0;

@@ -4,7 +4,7 @@
 //     stage      0 ────────── panels 0 to 3 ──────────│── panels 4 to 7, RoPE ──
 //                                                     │── rows as the gather warpgroup has copied them ──
 //
-// If part 0 has three panels, the rows end with RoPE.
+// With three panels in part 0, panel 3 belongs to part 1, and the raw rows end where RoPE ends.
 //
 // The panels of part 1 replace the rows. So a warp reads its codes of part 1 to registers, and stores panels of part 1
 // when all warps have read theirs. Lanes l, l + 8, l + 16 and l + 24 have row l of a warp's eight, and 16 codes of each
@@ -106,7 +106,8 @@ struct PartCodes {
     return part == 0 ? Tile::kPanelsOfPart
                      : 8 - Tile::kPanelsOfPart - (Row::is_plain(7) ? 1 : 0) + (kRopeIsCodes ? 1 : 0);
   }
-  // Which of `codes` a panel is in: two are enough for part 0. The first two of part 1 follow it.
+  // Which of `codes` a panel is in. Part 0 takes 0 and 1 in turns. The first two panels of part 1 go on with these
+  // turns; panel i ≥ 2 is in i.
   static constexpr HOPWELL_HOST_DEVICE int at(int part, int panel) {
     return part == 0 ? panel % 2 : panel < 2 ? (panels(0) + panel) % 2 : panel;
   }
@@ -161,7 +162,7 @@ struct TileDecoder {
   HOPWELL_DEVICE TileDecoder(unsigned char (&of_tile)[Tile::kStageBytes], int keys)
       : stage(of_tile), has_row(DequantLane().row<Tile>() < keys) {}
 
-  // The caller publishes panels 0 to 3. The codes of panels 4 and 5 are loaded then.
+  // The caller publishes part 0. The codes of the first two panels of part 1 are in registers then.
   HOPWELL_DEVICE void decode_part_0() {
     if (has_row) {
       HOPWELL_UNROLL

@@ -19,13 +19,13 @@
 // Splits    The CTA of a query's first split merges its splits in registers, in order. If it has all splits, the
 //           result is final. Other CTAs store a partial result of each of their splits. With few queries the CTAs of a
 //           query, one for each split, are a cluster that merges them: cluster_merge.hpp.
-// Budget    shared: 8 heads, V3.2 rows: K 3 × 73,728 + Q 9,216 + ~1,300 = 227 KB; 16 heads: 2 × 74,752 + 18,432 +
-//           ~1,700 = 166 KB; V4 rows 3 × 70,656 + 16,384 + ~1,700 = 225 KB
+// Budget    shared: 8 heads, V3.2 rows: K 3 × 73,728 + Q 9,216 + ~1,300, rounded up to 1,024: 232,448 B, the limit; 16
+//           heads: 2 × 74,752 + 18,432 + ~1,700, about 166 KB; V4 rows 3 × 70,656 + 16,384 + ~1,700, about 225 KB
 //           registers: 16 heads: values O 64 + merged O 64 + ~40 (168); scores 72; gather 48; dequant 96
-// Bound     one multiprocessor: a call of one CTA takes as long for its keys as a call of 128. Per key 54 clocks (8
-//           heads, V3.2 rows, H200). Dequant warps work in 50 of them, gather warps in 32, value warps in 18. Score
-//           warps take 48, with their wait for part 1. DRAM would take 35 clocks, random rows by bulk copies alone about
-//           43
+// Bound     the multiprocessor, not DRAM: a call of one CTA takes as long for its keys as a call of 128. A key takes 54
+//           clocks (8 heads, V3.2 rows, H200). The dequant warps are busy for 50 of them, the gather warps for 32, the
+//           value warps for 18, and the score warps, with their wait for part 1, for 48. DRAM would take 35 clocks,
+//           random rows by bulk copies alone about 43
 #pragma once
 
 #include "arch/sm90/wgmma.hpp"
@@ -54,7 +54,8 @@ constexpr bool kThreeStagesFit =
     3 * (TileOf<Row, kHeads, 3, kPanelsOfPart>::kStageBytes + (Row::kHasCodes ? 0 : 1024)) + kHeads * 2 * Row::kWidth +
         2048 <=
     arch::sm90::kMaxSharedBytes;
-// With three panels in part 0, rows of V3.2 need no more room than the panels.
+// With four panels in part 0 the raw rows of V3.2 end 1 KB past the RoPE panel, and three stages do not fit. With three
+// they end where it ends.
 template <class Row, int kHeads>
 constexpr int kPanelsOfPart = kThreeStagesFit<Row, kHeads, 4> || !kThreeStagesFit<Row, kHeads, 3> ? 4 : 3;
 template <class Row, int kHeads>
@@ -71,7 +72,7 @@ struct Config : BestTile<TheRow, kTheHeads> {
 };
 
 // The score warpgroup's result for a tile, which the value warpgroup reads. It lies in the tile's stage, behind the
-// panels of V: over RoPE, or over rows that have been decoded.
+// panels of V: over RoPE, over rows that have been decoded, or where neither has room, in bytes of its own.
 template <int kHeads>
 struct TileResult {
   alignas(1024) unsigned char p[kHeads * 128];  // [head][key]
@@ -85,8 +86,8 @@ struct Storage {
   alignas(1024) KeyPanels<Config> panels;
   alignas(1024) unsigned char q[Config::kDqk / 64][Config::kBytesOfHeads];
   KeyTiles<Config> tiles;
-  arch::mbarrier scored[Config::kStages];  // the result of the tile is there
-  float maxima[2][4][Config::kHeads];      // of two tiles, for each warp
+  arch::mbarrier scored[Config::kStages];  // TileResult is full
+  float maxima[2][4][Config::kHeads];      // of even and odd tiles, by warp
   float factor[Config::kHeads];            // of the final output
   MergeFactors merge[Config::kHeads];
 
@@ -100,7 +101,7 @@ struct Storage {
   }
 };
 
-// Named barriers, with other numbers than key_tiles.hpp has: Q is there; of the score warpgroup.
+// Named barriers, with other numbers than key_tiles.hpp has: Q is in shared memory; of the score warpgroup.
 constexpr int kQueryBarrier = 3, kScoreBarrier = 4;
 
 #if HOPWELL_HAS_SM90A
@@ -128,7 +129,9 @@ HOPWELL_DEVICE void multiply_scores(const Storage<Config>& s, const Slot& slot, 
   for (int i = 0; i < Config::kPanels; ++i) {
     if (i == 0 || i == Config::kPanelsOfPart) {
       slot.wait_full(i == 0 ? 0 : 1);
-      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();  // else the dequant warps have executed it
+      // Else the dequant warps have executed it. Also for the products of the value warpgroup, which waits for
+      // `scored`.
+      if constexpr (Config::kCopiesRows) arch::fence_proxy_async();
       arch::wgmma_fence();
     }
     const int panel = tile::score_panel<Config::kDqk>(i);
@@ -205,7 +208,7 @@ struct Softmax {
 };
 
 // Thread 4 · head + c of the value warpgroup sums a head's probabilities over the keys with key mod 8 = 2 c or 2 c + 1,
-// even and odd tiles separately.
+// even and odd tiles separately; and it has the head's maximum.
 template <class Config>
 struct HeadSums {
   float present = 0, other = 0, row_max = -INFINITY;
@@ -270,7 +273,7 @@ HOPWELL_DEVICE void multiply_values(Storage<Config>& s, const Slot& slot, Output
 // ---- results --------------------------------------------------------------------------------------------------------
 
 // Ends the split of a CTA of a cluster: stores its result, and merges it with the others. The products have read the
-// stages, and row_max is there.
+// stages.
 template <class Config>
 HOPWELL_DEVICE void end_in_cluster(const SplitParams& p, Storage<Config>& s, const HeadSums<Config>& sums,
                                    const Output<Config>& of_split) {

@@ -26,8 +26,9 @@
 
 namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 
-// kReaders: threads that load Q and have the output, the first of the CTA. kMoreReaders follow, then one gather and two
-// dequant warpgroups. kExtraBytes: of a stage behind the panels of V, which readers may write when RoPE has been read.
+// kReaders: threads that load Q and have the output, the first of the CTA; `readers` are these. kMoreReaders, which
+// only score, follow, then one gather and two dequant warpgroups. kExtraBytes: of a stage behind the panels of V, for
+// the softmax's result. They may be written when RoPE and the raw rows have been read.
 template <class TheRow, int kTheReaders, int kTheStages = 2, int kThePanelsOfPart = 4, int kExtraBytes = 0,
           int kMoreReaders = 0>
 struct KeyTile {

@@ -137,6 +137,7 @@ using Output = float[kBlocks][64];
 template <class Config, class Slot, class Multiply>
 HOPWELL_DEVICE void multiply_values(const Storage<Config>& s, const Slot& slot, int part, const float (&row_scale)[2],
                                     Output& out, bool first, const Multiply& multiply) {
+  static_assert(Config::kPanelsOfPart == 4);  // a part has half of the columns
   const uint32_t panels =
       arch::shared_address(s.panels[slot.stage()]) + uint32_t(part * Config::kPanelsOfPart) * tile::kPanelBytes;
   const uint64_t v = arch::at_address(tile::kRowsAcrossK, panels);

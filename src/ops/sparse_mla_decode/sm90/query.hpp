@@ -9,7 +9,8 @@ namespace hopwell::ops::sparse_mla_decode::HOPWELL_TARGET {
 #if HOPWELL_HAS_SM90A
 
 // Copies the heads of a query to panels of 64 columns at address `to`, executed by the CTA's first kReaders threads.
-// Heads past the last one are zeros. A warp then puts the columns of its heads in order. The caller executes a barrier.
+// Heads past the last one are zeros. With kEvenOdd a warp then puts the columns of its heads in order. The caller
+// executes a barrier.
 template <class Config>
 HOPWELL_DEVICE void load_query(const SplitParams& p, uint32_t to) {
   constexpr int kChunks = Config::kDqk / 8, kWarps = Config::kReaders / 32;  // chunks of a head
