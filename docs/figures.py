@@ -157,13 +157,10 @@ def peers(operator: str) -> str:
 def beside(arguments: str) -> str:
     """`OPERATOR PEER`: shares of the matrix product for both, and the peer's time over Hopwell's, by heads and keys."""
     operator, _, peer = arguments.partition(" ")
-    defaults = records.default_shapes()[operator]
     cells: dict[int, dict[int, str]] = {}
-    for row in records.peer_rows(operator):
-        if row["peer"] == peer:
-            shape = {**defaults, **row["shape"]}
-            text = f"{row['share']:.3f} / {row['peer_share']:.3f} / {row['times_as_fast']:.2f}"
-            cells.setdefault(shape["h_q"], {})[shape["s_kv"]] = text
+    for row in records.peer_rows_by_keys(operator, peer):
+        text = f"{row['share']:.3f} / {row['peer_share']:.3f} / {row['times_as_fast']:.2f}"
+        cells.setdefault(row["shape"]["h_q"], {})[row["shape"]["s_kv"]] = text
     keys = sorted({s_kv for of_heads in cells.values() for s_kv in of_heads})
     lines = [[f"{h_q} heads", *(of_heads.get(s_kv, "") for s_kv in keys)] for h_q, of_heads in cells.items()]
     text = table([f"share / {peer}'s / its time ÷ Hopwell's", *(f"s_kv {records.number(s)}" for s in keys)], lines)

@@ -31,9 +31,7 @@ MLA = {
 
 def by_keys(axes: Axes, operator: str, peer: str, machine: str = "h200") -> None:
     """Plots shares of the matrix product over the number of keys: filled marks for 128 heads, open marks for 64."""
-    rows = [
-        r for r in records.peer_rows(operator, machine) if r["peer"] == peer and {"h_q", "s_kv"} <= r["shape"].keys()
-    ]
+    rows = records.peer_rows_by_keys(operator, peer, machine)
     for heads, marker, fill in ((128, "o", "full"), (64, "s", "none")):
         chosen = sorted((r for r in rows if r["shape"]["h_q"] == heads), key=lambda r: r["shape"]["s_kv"])
         keys = [r["shape"]["s_kv"] for r in chosen]

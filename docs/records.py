@@ -80,6 +80,12 @@ def peer_rows(operator: str, machine: str = "h200") -> list[Row]:
     return [row for row in rows if row["operator"] == operator and "times_as_fast" in row]
 
 
+def peer_rows_by_keys(operator: str, peer: str, machine: str = "h200") -> list[Row]:
+    """Returns the comparisons with a peer that differ in heads and keys only, without windows."""
+    rows = peer_rows(operator, machine)
+    return [row for row in rows if row["peer"] == peer and row["shape"].keys() == {"h_q", "s_kv"}]
+
+
 def peers_that_failed(operator: str) -> dict[str, str]:
     """Returns the packages that did not run in an operator's comparisons, with the reason."""
     return {

@@ -9,8 +9,9 @@
 // Order     a row is written only if no later row has its slot. So each slot is written once, and no CTA waits for
 //           another
 // Budget    22 KB of shared memory for slots and marks
-// Bound     each row of kv is read once, the slots are read by all CTAs, from L2. 8,192 rows in graphs: 11.0 µs by
-//           `hopwell bench`, as long as reading the bytes; 15.6 µs if 512 MB are written before each call (H200)
+// Bound     instructions. Each row of kv is read once, the slots are read by all CTAs, from L2. 8,192 rows: 11.0 µs by
+//           `python -m hopwell.bench`, 15.6 in graphs that write 512 MB before each call (H200). By count, their bytes
+//           take 5
 #pragma once
 
 #include <algorithm>
@@ -118,7 +119,7 @@ HOPWELL_DEVICE void store_slots(const Params& p, SharedStorage& s, int64_t first
 }
 
 // Notes that row `later` replaces the CTA's rows with the same slot. mark: at this slot's index. Not inline, because
-// most rows of a call have no mark; a CTA's own rows have one.
+// few rows behind the CTA's own find a mark.
 HOPWELL_NO_INLINE void find_replaced_by(const Params& p, SharedStorage& s, int64_t first, int rows, int64_t later,
                                         int slot, Mark mark) {
   const int begin = mark.has_one() ? mark.row() : 0, end = mark.has_one() ? begin + 1 : rows;
