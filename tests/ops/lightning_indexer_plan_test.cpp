@@ -90,13 +90,11 @@ TEST(LightningIndexerPlan, ClustersOfFewQueriesHaveRoomForARow) {
     return std::pair{plan.warps, int(plan.cluster)};
   };
   EXPECT_EQ(cluster(0), std::pair(0, 0)) << "a CTA is enough";
-  EXPECT_EQ(cluster(32'768), std::pair(0, 0));
-  EXPECT_EQ(cluster(32'769), std::pair(8, 8));
-  EXPECT_EQ(cluster(65'536), std::pair(8, 8));
-  EXPECT_EQ(cluster(65'537), std::pair(16, 8));
-  EXPECT_EQ(cluster(262'144), std::pair(32, 8));
+  EXPECT_EQ(cluster(4'095), std::pair(0, 0));
+  EXPECT_EQ(cluster(4'096), std::pair(16, 8));
+  EXPECT_EQ(cluster(262'144), std::pair(16, 8));
   EXPECT_EQ(cluster(262'145), std::pair(0, 0)) << "no cluster holds it";
-  EXPECT_EQ(cluster(65'536, 16), std::pair(8, 8));
+  EXPECT_EQ(cluster(65'536, 16), std::pair(16, 8));
   EXPECT_EQ(cluster(65'536, 17), std::pair(0, 0)) << "more CTAs than one a multiprocessor";
 }
 

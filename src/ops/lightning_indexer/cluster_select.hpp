@@ -1,18 +1,17 @@
-// lightning_indexer for few queries with long rows: a cluster of CTAs selects the topk best keys of a query, ties to
-// the smaller key, in ascending order of key.
+// lightning_indexer for few queries with rows of at least 4,096 keys: a cluster of CTAs selects the topk best keys of a
+// query, ties to the smaller key, in ascending order of key.
 //
-// Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane has 32 scores in shared memory, as sortable
-//           keys (here `order`); a warp has a range of 1,024 keys. Loops over a lane's scores are not unrolled, so
-//           that a launch loads less code: 4,100 instructions instead of 6,200, and 1 µs less for 64 K keys (H200)
-// Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp counts
-//           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
-//           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number
-//           of its selected keys │ barrier │ writes them.
-//           If the estimate fails, new bounds enclose all scores: every warp broadcasts how many of its scores reach
-//           each of three values between the bounds │ barrier │ the distance of the bounds becomes a quarter │ …
+// Tile      a cluster of 8 CTAs with 16 warps each has a query's row of visible scores, an equal range of keys for each
+//           warp. Scores are in shared memory, as sortable keys (here `order`)
+// Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp lists its
+//           candidates, which are the keys above the lower bound, and counts them; every CTA lists its scores between
+//           the bounds │ barrier of the cluster │ every CTA reads the counts and lists of all CTAs, finds the threshold,
+//           counts the selected keys of the CTAs before it and of its own warps, and writes its keys.
+//           If the estimate fails, new bounds enclose all scores: every CTA counts how many of its scores reach each of
+//           two values between the bounds │ barrier of the cluster │ the distance of the bounds becomes a third │ …
 //           until exactly topk scores reach the lower bound, or the bounds are adjacent
 // Order     counts are integers: same inputs, same bits
-// Budget    shared: 3 × 256 × 8 B, 25 KiB for the estimate, and 4 KiB of scores for each warp
+// Budget    shared: 25 KiB, and 6 B for each key of the CTA
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -22,74 +21,145 @@
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct ClusterSelectConfig {
-  static constexpr int kScores = kKeysPerSelectWarp / 32;                  // of a lane
-  static constexpr int kUnroll = 4;                                        // scores at a time
+  static constexpr int kWarps = kClusterSelectWarps, kThreads = 32 * kWarps;
+  static constexpr int kUnroll = 16;                                       // scores of a lane at a time
   static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // key of −inf; above the key of inf
 };
 
-// Number of a warp's scores (at most 1,024) that reach each of three values.
-struct BoundCounts {
-  int reach[3];
+// Two numbers of scores. Packed: of a CTA, which has at most 32,768.
+struct Counts {
+  int first, second;
+
+  [[nodiscard]] HOPWELL_DEVICE uint32_t packed() const { return uint32_t(first | second << 16); }
+  static HOPWELL_DEVICE Counts unpack(uint32_t packed) { return {int(packed & 0xffff), int(packed >> 16)}; }
 };
 
 struct ClusterSelectStorage {
-  // Per warp of the cluster. Two buffers alternate; the third has the numbers of selected keys.
-  struct Packed {
-    uint32_t first_two, third;  // two counts of 16 bits, and one
-  } counts[3][kMaxSelectWarps * kSelectCluster];
-  SampledSelectStorage guess;  // without its bits. The warps' scores follow in their place
+  uint32_t of_cta[2];  // packed counts of this CTA for the other ones; two buffers alternate
+  uint32_t of_warp[ClusterSelectConfig::kWarps], of_lists[ClusterSelectConfig::kWarps];  // packed counts
+  SampledSelectStorage guess;  // without its bits. In their place: an order and a candidate for each key
 
-  static constexpr HOPWELL_HOST_DEVICE uint32_t scores_at() {
+  static constexpr uint32_t orders_at() {
     return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);
   }
-  static constexpr uint32_t bytes(int warps) { return scores_at() + uint32_t(warps) * kKeysPerSelectWarp * 4; }
-  HOPWELL_DEVICE uint32_t* scores_of_warp(int warp) {
-    return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(this) + scores_at()) +
-           warp * kKeysPerSelectWarp;
+  // Scores of a lane for a row of `keys`, and the scores for which it has room.
+  static HOPWELL_HOST_DEVICE int scores_of_lane(int keys) {
+    constexpr int kKeys = kSelectCluster * ClusterSelectConfig::kThreads;
+    return (keys + kKeys - 1) / kKeys;
+  }
+  static HOPWELL_HOST_DEVICE int room_of_lane(int keys) {
+    constexpr int kUnroll = ClusterSelectConfig::kUnroll;
+    return (scores_of_lane(keys) + kUnroll - 1) / kUnroll * kUnroll;
+  }
+  static uint32_t bytes(int64_t keys) {
+    return orders_at() + uint32_t(room_of_lane(int(keys))) *
+                             uint32_t(ClusterSelectConfig::kThreads * (sizeof(uint32_t) + sizeof(uint16_t)));
+  }
+  HOPWELL_DEVICE uint32_t* orders() {
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(this) + orders_at());
   }
 };
-static_assert(ClusterSelectStorage::scores_at() % 4 == 0);
+static_assert(ClusterSelectStorage::orders_at() % 4 == 0);
 
+// Number of bits of a ballot that are set before the bit of this lane.
+HOPWELL_DEVICE int lanes_before(uint32_t bits) { return std::popcount(bits & ((1U << arch::lane_index()) - 1)); }
+
+// The range of keys of a warp, 32 · count from `first` on.
 struct WarpScores {
-  uint32_t* of_lane;  // in shared memory
-  int first;          // key
-  int warp, warps;    // index and number of warps in the cluster
+  uint32_t* orders;      // of these keys, in shared memory; 0: no such key
+  uint16_t* candidates;  // numbers of keys in the range, ascending
+  int first, count;
 
-  /// The sortable key of key first + 32 i + lane; 0: no such key.
-  HOPWELL_DEVICE uint32_t& order(int i) const { return of_lane[32 * i]; }
-  /// Calls run(i) for each of the lane's scores.
+  HOPWELL_DEVICE WarpScores(ClusterSelectStorage& s, int visible)
+      : count(ClusterSelectStorage::scores_of_lane(visible)) {
+    const int warp = arch::warp_index(), room = 32 * ClusterSelectStorage::room_of_lane(visible);
+    first = (int(arch::cluster_rank()) * ClusterSelectConfig::kWarps + warp) * 32 * count;
+    orders = s.orders() + warp * room;
+    candidates = reinterpret_cast<uint16_t*>(s.orders() + ClusterSelectConfig::kWarps * room) + warp * room;
+  }
+  /// Calls run(i, order) for the lane's keys i of the range, and for places without a key behind them.
   template <class Run>
   HOPWELL_DEVICE void for_each(const Run& run) const {
+    constexpr int kUnroll = ClusterSelectConfig::kUnroll;
     HOPWELL_NO_UNROLL
-    for (int first_of_some = 0; first_of_some < ClusterSelectConfig::kScores;
-         first_of_some += ClusterSelectConfig::kUnroll) {
+    for (int at = 0; at < count; at += kUnroll) {
+      const int own = 32 * at + arch::lane_index();
+      uint32_t order[kUnroll];
       HOPWELL_UNROLL
-      for (int i = 0; i < ClusterSelectConfig::kUnroll; ++i) run(first_of_some + i);
+      for (int i = 0; i < kUnroll; ++i) order[i] = orders[own + 32 * i];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kUnroll; ++i) run(own + 32 * i, order[i]);
     }
+  }
+  HOPWELL_DEVICE void load(const QueryRow& row) const {
+    constexpr int kUnroll = ClusterSelectConfig::kUnroll;
+    const int left = row.visible - first, keys = left < 32 * count ? left : 32 * count;
+    HOPWELL_NO_UNROLL
+    for (int at = 0; at < count; at += kUnroll) {
+      const int own = 32 * at + arch::lane_index();
+      float loaded[kUnroll];  // all on their way together
+      HOPWELL_UNROLL
+      for (int i = 0; i < kUnroll; ++i) loaded[i] = own + 32 * i < keys ? row.scores[first + own + 32 * i] : 0;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kUnroll; ++i) orders[own + 32 * i] = own + 32 * i < keys ? sortable_key(loaded[i]) : 0;
+    }
+  }
+  /// Lists the keys whose orders are at least `low`, and for 0 also places without a key. Returns their number.
+  [[nodiscard]] HOPWELL_DEVICE int list_candidates(uint32_t low) const {
+    int listed = 0;
+    for_each([&](int key, uint32_t order) {
+      const uint32_t reach = arch::ballot(order >= low);
+      if (order >= low) candidates[listed + lanes_before(reach)] = uint16_t(key);
+      listed += std::popcount(reach);
+    });
+    arch::syncwarp();
+    return listed;
   }
 };
 
-// Writes this warp's counts to all CTAs of the cluster.
-HOPWELL_DEVICE void broadcast_counts(ClusterSelectStorage& s, int buffer, const WarpScores& scores,
-                                     const BoundCounts& counts) {
-  const uint32_t rank = uint32_t(arch::lane_index());
-  if (rank >= arch::cluster_size()) return;
-  const uint32_t to = arch::map_to_rank(arch::shared_address(&s.counts[buffer][scores.warp]), rank);
-  arch::store_cluster(to, uint32_t(counts.reach[0] | counts.reach[1] << 16));
-  arch::store_cluster(to + 4, uint32_t(counts.reach[2]));
+// Sum of the packed counts of the first `warps` warps.
+HOPWELL_DEVICE Counts sum_of_warps(const uint32_t (&of_warp)[ClusterSelectConfig::kWarps], int warps) {
+  const int lane = arch::lane_index();
+  return Counts::unpack(tile::sum_of_warp(lane < warps ? of_warp[lane] : 0));
 }
 
-// Sums of the counts that the first `warps` warps have broadcast.
-HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer, int warps) {
-  BoundCounts sums{};
-  for (int w = arch::lane_index(); w < warps; w += 32) {
-    const ClusterSelectStorage::Packed& counts = s.counts[buffer][w];
-    sums.reach[0] += int(counts.first_two & 0xffff), sums.reach[1] += int(counts.first_two >> 16);
-    sums.reach[2] += int(counts.third);
+// Adds up counts over the CTA and over the cluster.
+class ClusterCounter {
+ public:
+  HOPWELL_DEVICE explicit ClusterCounter(ClusterSelectStorage& s) : s_(s) {}
+
+  /// own: of this warp. Returns the sum of the warps before it in the CTA.
+  HOPWELL_DEVICE Counts before_in_cta(const Counts& own) const {
+    const int warp = arch::warp_index();
+    if (arch::lane_index() == 0) s_.of_warp[warp] = own.packed();
+    arch::syncthreads();
+    return sum_of_warps(s_.of_warp, warp);
   }
-  HOPWELL_UNROLL
-  for (int& sum : sums.reach) sum = tile::sum_of_warp(sum);
-  return sums;
+  /// The counts of before_in_cta(): lane i has the sum of CTA i. A CTA may end when all others have called this.
+  HOPWELL_DEVICE Counts of_ranks() {
+    uint32_t& of_cta = s_.of_cta[turn_];
+    turn_ ^= 1;
+    if (arch::warp_index() == 0) {
+      const Counts all = sum_of_warps(s_.of_warp, ClusterSelectConfig::kWarps);
+      if (arch::lane_index() == 0) of_cta = all.packed();
+    }
+    arch::cluster_sync();
+    const auto rank = uint32_t(arch::lane_index());
+    return Counts::unpack(
+        rank < kSelectCluster ? arch::load_cluster(arch::map_to_rank(arch::shared_address(&of_cta), rank)) : 0);
+  }
+
+ private:
+  ClusterSelectStorage& s_;
+  int turn_ = 0;
+};
+
+// Of numbers that lane i has for CTA i of the cluster: the sum, and the sum over the CTAs before this CTA.
+HOPWELL_DEVICE int sum_of_ranks(int of_rank) {
+  return arch::shuffle(tile::reduce<kSelectCluster / 2, 1>(of_rank, tile::Plus{}), 0);
+}
+HOPWELL_DEVICE int sum_of_lower_ranks(int of_rank) {
+  return sum_of_ranks(uint32_t(arch::lane_index()) < arch::cluster_rank() ? of_rank : 0);
 }
 
 // The smallest sortable key of a score.
@@ -97,171 +167,191 @@ HOPWELL_DEVICE uint32_t lowest_order(const SelectParams& /*p*/) { return Cluster
 
 // Finds the threshold by narrowing the bounds.
 template <class Params>
-HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterSelectStorage& s, const WarpScores& scores) {
+HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterCounter& counter, const WarpScores& scores) {
   uint32_t low = lowest_order(p),
            high = ClusterSelectConfig::kAboveAll;  // reached by at least topk scores; by fewer
   int above = 0;                                   // number of scores that reach `high`
-  for (int turn = 0; high - low > 1; turn ^= 1) {
-    const uint32_t step = high - low < 4 ? 1 : (high - low) / 4;
-    uint32_t bound[3];
-    HOPWELL_UNROLL
-    for (uint32_t i = 0; i < 3; ++i) bound[i] = low + (i + 1) * step < high ? low + (i + 1) * step : high;
-    BoundCounts own{};
-    scores.for_each([&](int i) {
-      HOPWELL_UNROLL
-      for (int j = 0; j < 3; ++j) own.reach[j] += scores.order(i) >= bound[j];
-    });
-    const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
-    own = {packed & 0xffff, packed >> 16, tile::sum_of_warp(own.reach[2])};
-    broadcast_counts(s, turn, scores, own);
-    arch::cluster_sync();
-    const BoundCounts counts = sum_counts(s, turn, scores.warps);
-    int at_low = 0;
-    HOPWELL_UNROLL
-    for (int j = 0; j < 3; ++j)
-      if (counts.reach[j] >= p.topk) low = bound[j], at_low = counts.reach[j];
-    HOPWELL_UNROLL
-    for (int j = 2; j >= 0; --j)
-      if (counts.reach[j] < p.topk) high = bound[j], above = counts.reach[j];
-    if (at_low == p.topk) return {low - 1, 0};
+  HOPWELL_NO_UNROLL
+  while (high - low > 1) {
+    const uint32_t step = high - low < 3 ? 1 : (high - low) / 3, lower = low + step, upper = high - step;
+    Counts own{};
+    scores.for_each([&](int, uint32_t order) { own.first += order >= lower, own.second += order >= upper; });
+    own = Counts::unpack(tile::sum_of_warp(own.packed()));
+    counter.before_in_cta(own);
+    const Counts of_rank = counter.of_ranks();
+    const int reach_lower = sum_of_ranks(of_rank.first), reach_upper = sum_of_ranks(of_rank.second);
+    if (reach_lower < p.topk) {
+      high = lower, above = reach_lower;
+    } else if (reach_upper < p.topk) {
+      low = lower, high = upper, above = reach_upper;
+      if (reach_lower == p.topk) return {low - 1, 0};
+    } else {
+      low = upper;
+      if (reach_upper == p.topk) return {low - 1, 0};
+    }
   }
   return {low, p.topk - above};
 }
 
-// Number of scores between and above the bounds, over all warps, and number between them in the warps before this one.
-struct ClusterBetween {
-  Between all;
-  int before;
-};
-HOPWELL_DEVICE ClusterBetween count_between(ClusterSelectStorage& s, const WarpScores& scores, const Bounds& bounds) {
-  int reach_low = 0, reach_high = 0;
-  scores.for_each([&](int i) {
-    const uint32_t order = scores.order(i);
-    reach_low += order >= bounds.low, reach_high += order >= bounds.high;
-  });
-  const int packed = tile::sum_of_warp(reach_low | reach_high << 16);
-  broadcast_counts(s, 1, scores, {packed & 0xffff, packed >> 16, 0});
-  arch::cluster_sync();
-  const BoundCounts all = sum_counts(s, 1, scores.warps), before = sum_counts(s, 1, scores.warp);
-  return {{all.reach[1], all.reach[0] - all.reach[1]}, before.reach[0] - before.reach[1]};
-}
-
-// Writes the warp's scores between the bounds to the lists of all CTAs of the cluster, in ascending order of key.
-HOPWELL_DEVICE void broadcast_between(SampledSelectStorage& s, const WarpScores& scores, const Bounds& bounds, int at) {
-  const int lane = arch::lane_index(), first = at;
-  scores.for_each([&](int i) {
-    const uint32_t order = scores.order(i), between = arch::ballot(order >= bounds.low && order < bounds.high);
-    if (between >> lane & 1) s.orders[at + std::popcount(between & ((1U << lane) - 1))] = order;
-    at += std::popcount(between);
-  });
-  arch::syncwarp();
-  for (int i = first + lane; i < at; i += 32) {
-    const uint32_t order = s.orders[i], own = arch::shared_address(&s.orders[i]);
-    for (uint32_t rank = 0; rank < arch::cluster_size(); ++rank)
-      if (rank != arch::cluster_rank()) arch::store_cluster(arch::map_to_rank(own, rank), order);
+// Calls run(key, order) for the candidates of a warp, 32 at a time; order 0: the lane has none.
+template <class Run>
+HOPWELL_DEVICE void for_each_candidate(const WarpScores& scores, int listed, const Run& run) {
+  HOPWELL_NO_UNROLL
+  for (int first = 0; first < listed; first += 32) {
+    const int i = first + arch::lane_index(), key = i < listed ? scores.candidates[i] : 0;
+    run(key, i < listed ? scores.orders[key] : 0);
   }
 }
 
-template <int kWarps, class Params>
-HOPWELL_DEVICE SplitTies find_threshold(const Params& p, ClusterSelectStorage& s, const QueryRow& row,
-                                        const WarpScores& scores) {
-  const Bounds bounds = guess_bounds<kWarps>(p, s.guess, row);
-  if (bounds.low >= bounds.high || selects_absent(p, bounds.low)) return search_threshold(p, s, scores);
-  const ClusterBetween between = count_between(s, scores, bounds);
-  if (!guessed_right(between.all, p.topk)) return search_threshold(p, s, scores);
-  broadcast_between(s.guess, scores, bounds, between.before);
-  arch::cluster_sync();
-  const uint32_t counts = arch::shared_address(s.guess.counts), shift = bucket_shift(bounds.high - bounds.low - 1);
-  for (int i = arch::thread_index(); i < between.all.count; i += 32 * kWarps)
-    arch::red_add_shared(true, counts + 4 * ((s.guess.orders[i] - bounds.low) >> shift), 1);
-  return find_last<kWarps>(s.guess, bounds.low, shift, between.all.count, p.topk - between.all.above);
+// Counts the warp's candidates above the bounds and between them, and lists the orders between them in s.keys, as far as
+// there is room.
+HOPWELL_DEVICE void list_between(SampledSelectStorage& s, const ClusterCounter& counter, const WarpScores& scores,
+                                 int listed, const Bounds& bounds) {
+  int above = 0;
+  for_each_candidate(scores, listed,
+                     [&](int, uint32_t order) { above += std::popcount(arch::ballot(order >= bounds.high)); });
+  int at = counter.before_in_cta({above, listed - above}).second;
+  for_each_candidate(scores, listed, [&](int, uint32_t order) {
+    const bool is_between = order >= bounds.low && order < bounds.high;
+    const uint32_t between = arch::ballot(is_between);
+    const int place = at + lanes_before(between);
+    if (is_between && place < SampledSelectConfig::kListed) s.keys[place] = int(order);
+    at += std::popcount(between);
+  });
+}
+
+// Copies the lists of all CTAs to s.orders, in the order of their ranks, and counts the bucket (sortable key − low) >>
+// shift of each score. of_rank: lane i has the length of CTA i's list. Returns the length of the lists of lower ranks.
+HOPWELL_DEVICE int gather_lists(SampledSelectStorage& s, int of_rank, uint32_t low, uint32_t shift) {
+  constexpr int kWarpsOfRank = ClusterSelectConfig::kWarps / kSelectCluster, kThreadsOfRank = 32 * kWarpsOfRank;
+  constexpr int kAtOnce = 4;
+  const int rank = arch::warp_index() / kWarpsOfRank, part = arch::warp_index() % kWarpsOfRank;
+  const int first_of_rank = tile::sum_up_to_lane(of_rank) - of_rank;
+  const int first = arch::shuffle(first_of_rank, rank), count = arch::shuffle(of_rank, rank);
+  const uint32_t list = arch::map_to_rank(arch::shared_address(s.keys), uint32_t(rank)),
+                 counts = arch::shared_address(s.counts);
+  HOPWELL_NO_UNROLL
+  for (int at = 32 * part + arch::lane_index(); at < count; at += kAtOnce * kThreadsOfRank) {
+    uint32_t order[kAtOnce];  // all on their way together
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int from = at + i * kThreadsOfRank;
+      order[i] = arch::load_cluster(list + 4 * uint32_t(from < count ? from : at));
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int from = at + i * kThreadsOfRank;
+      if (from < count) s.orders[first + from] = order[i];
+      arch::red_add_shared(from < count, counts + 4 * ((order[i] - low) >> shift), 1);
+    }
+  }
+  return arch::shuffle(first_of_rank, int(arch::cluster_rank()));
+}
+
+// Numbers of scores above a threshold and equal to it: among the candidates of a warp, and among the first `listed` of
+// s.orders, of which each thread takes some.
+HOPWELL_DEVICE Counts count_candidates(const WarpScores& scores, int listed, uint32_t threshold) {
+  Counts counts{};
+  for_each_candidate(scores, listed, [&](int, uint32_t order) {
+    counts.first += std::popcount(arch::ballot(order > threshold));
+    counts.second += std::popcount(arch::ballot(order == threshold));
+  });
+  return counts;
+}
+HOPWELL_DEVICE Counts count_orders(const SampledSelectStorage& s, int listed, uint32_t threshold) {
+  Counts counts{};
+  HOPWELL_NO_UNROLL
+  for (int i = arch::thread_index(); i < listed; i += ClusterSelectConfig::kThreads)
+    counts.first += s.orders[i] > threshold, counts.second += s.orders[i] == threshold;
+  return Counts::unpack(tile::sum_of_warp(counts.packed()));
+}
+
+struct ClusterThreshold {
+  SplitTies ties;
+  int listed;        // candidates of this warp, with all of its selected keys
+  int orders;        // the first of s.orders are of lower ranks
+  int above, equal;  // other scores of lower ranks
+};
+template <class Params>
+HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectStorage& s, ClusterCounter& counter,
+                                               const WarpScores& scores, const Bounds& bounds) {
+  if (bounds.low < bounds.high && !selects_absent(p, bounds.low)) {
+    const int listed = scores.list_candidates(bounds.low);
+    list_between(s, counter, scores, listed, bounds);
+    const Counts of_rank = counter.of_ranks();
+    const Between between{sum_of_ranks(of_rank.first), sum_of_ranks(of_rank.second)};
+    if (guessed_right(between, p.topk)) {
+      const uint32_t shift = bucket_shift(bounds.high - bounds.low - 1);
+      const int orders = gather_lists(s, of_rank.second, bounds.low, shift);
+      const SplitTies ties =
+          find_last<ClusterSelectConfig::kWarps, true>(s, bounds.low, shift, between.count, p.topk - between.above);
+      return {ties, listed, orders, sum_of_lower_ranks(of_rank.first), 0};
+    }
+  }
+  const SplitTies ties = search_threshold(p, counter, scores);
+  if (selects_absent(p, ties.order)) return {ties, 0, 0, 0, 0};
+  const int listed = scores.list_candidates(ties.order);
+  counter.before_in_cta(count_candidates(scores, listed, ties.order));
+  const Counts of_rank = counter.of_ranks();
+  return {ties, listed, 0, sum_of_lower_ranks(of_rank.first), sum_of_lower_ranks(of_rank.second)};
 }
 
 HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
-// Writes the selected keys. Lane i has the scores of keys first + 32 i … first + 32 i + 31 as bits, and writes these
-// keys.
+// Writes the selected keys.
 template <class Row>
-HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const Row& row, const WarpScores& scores,
-                               const SplitTies& threshold) {
-  const int lane = arch::lane_index();
-  uint32_t above = 0, equal = 0;
-  scores.for_each([&](int i) {
-    const uint32_t order = scores.order(i), are_above = arch::ballot(order > threshold.order),
-                   are_equal = arch::ballot(order == threshold.order);
-    if (lane == i) above = are_above, equal = are_equal;
-  });
-  const int own_above = std::popcount(above), own_equal = std::popcount(equal);
-  const int up_to_lane = tile::sum_up_to_lane(own_above | own_equal << 16);
-  const int packed = arch::shuffle(up_to_lane, 31);
-  broadcast_counts(s, 2, scores, {packed & 0xffff, packed >> 16, 0});
-  arch::cluster_sync();
-  const BoundCounts before = sum_counts(s, 2, scores.warp);
-  int above_before = before.reach[0] + (up_to_lane & 0xffff) - own_above,
-      equal_before = before.reach[1] + (up_to_lane >> 16) - own_equal;
-  const int first = scores.first + 32 * lane;
-  for (uint32_t left = above | equal; left != 0; left &= left - 1) {
-    const int bit = tile::lowest_bit(left), key = first + bit;
-    const bool is_above = (above >> bit & 1) != 0;
-    const int at = above_before + (equal_before < threshold.equal ? equal_before : threshold.equal);
-    const bool taken = is_above || equal_before < threshold.equal;
+HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const ClusterCounter& counter,
+                               const Row& row, const WarpScores& scores, const ClusterThreshold& threshold) {
+  const auto [ties, listed, orders, above, equal] = threshold;
+  const uint32_t of_orders = count_orders(s.guess, orders, ties.order).packed();
+  const int warp = arch::warp_index();
+  if (arch::lane_index() == 0) s.of_lists[warp] = of_orders;
+  const Counts before = counter.before_in_cta(count_candidates(scores, listed, ties.order));
+  const Counts of_lists = sum_of_warps(s.of_lists, ClusterSelectConfig::kWarps);
+  int above_before = above + of_lists.first + before.first, equal_before = equal + of_lists.second + before.second;
+  for_each_candidate(scores, listed, [&](int key, uint32_t order) {
+    const bool is_above = order > ties.order, is_equal = order == ties.order;
+    const uint32_t are_above = arch::ballot(is_above), are_equal = arch::ballot(is_equal);
+    const int tie = equal_before + lanes_before(are_equal);
+    const int at = above_before + lanes_before(are_above) + (tie < ties.equal ? tie : ties.equal);
     // The comparison keeps the address inside the row when a test leaves out a barrier.
-    if (taken && unsigned(at) < unsigned(p.topk)) {
-      row.indices[at] = row.index(key);
-      if (row.top_scores) row.top_scores[at] = score_of(sortable_key(row.scores[key]));
+    if ((is_above || (is_equal && tie < ties.equal)) && unsigned(at) < unsigned(p.topk)) {
+      row.indices[at] = row.index(scores.first + key);
+      if (row.top_scores) row.top_scores[at] = score_of(order);
     }
-    above_before += is_above, equal_before += !is_above;
-  }
-}
-
-template <int kWarps, class Params>
-__global__ void __launch_bounds__(32 * kWarps, 1) lightning_indexer_select_cluster(const __grid_constant__ Params p) {
-#if HOPWELL_HAS_SM90A
-  auto& s = arch::dynamic_smem<ClusterSelectStorage>();
-  const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());
-  const auto row = row_of(p, arch::block_index() / size);
-  if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, size});
-  arch::cluster_arrive_relaxed();  // kept: see the wait
-  WarpScores scores;
-  scores.warp = rank * kWarps + arch::warp_index(), scores.warps = size * kWarps;
-  scores.first = scores.warp * kKeysPerSelectWarp;
-  scores.of_lane = s.scores_of_warp(arch::warp_index()) + arch::lane_index();
-  const int own = scores.first + arch::lane_index();
-  float loaded[ClusterSelectConfig::kScores];  // all on their way together
-  HOPWELL_UNROLL
-  for (int i = 0; i < ClusterSelectConfig::kScores; ++i)
-    loaded[i] = own + 32 * i < row.visible ? row.scores[own + 32 * i] : 0;
-  HOPWELL_UNROLL
-  for (int i = 0; i < ClusterSelectConfig::kScores; ++i) scores.order(i) = arch::bit_cast<uint32_t>(loaded[i]);
-  scores.for_each([&](int i) {
-    const float score = arch::bit_cast<float>(scores.order(i));
-    scores.order(i) = own + 32 * i < row.visible ? sortable_key(score) : 0;
+    above_before += std::popcount(are_above), equal_before += std::popcount(are_equal);
   });
-  arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
-  const SplitTies threshold = find_threshold<kWarps>(p, s, row, scores);
-  if (selects_absent(p, threshold.order)) {
-    arch::syncthreads();  // kept: write_visible() reuses what find_buckets() reads; a case that shows it takes minutes
-    return write_visible(p, s.guess.of_warp[0], row, {rank, size});
-  }
-  write_topk(p, s, row, scores, threshold);
-  if (rank == 0) note_count(p, row, p.topk);
-#endif
 }
 
-// Launches CTAs of kWarps warps, if the device can hold all CTAs of a cluster at the same time. Else returns false.
-template <int kWarps, class Params>
-bool launch_in_clusters(const char* name, const Problem& problem, const SelectPlan& plan, std::int64_t count,
-                        Stream stream, const Params& params) {
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
-                                .threads = 32 * kWarps,
-                                .cluster = plan.cluster,
-                                .shared_bytes = ClusterSelectStorage::bytes(kWarps)};
-  if (runtime::clusters_that_fit<lightning_indexer_select_cluster<kWarps, Params>>(problem.device, shape) == 0)
-    return false;
-  runtime::launch(name, lightning_indexer_select_cluster<kWarps, Params>, shape, stream, params);
-  return true;
+template <class Params>
+__global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
+    lightning_indexer_select_cluster(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  constexpr int kWarps = ClusterSelectConfig::kWarps;
+  auto& s = arch::dynamic_smem<ClusterSelectStorage>();
+  const int rank = int(arch::cluster_rank());
+  const auto row = row_of(p, arch::block_index() / kSelectCluster);  // reads inputs, no scores
+  tile::wait_for_prior_kernels();
+  if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
+  const WarpScores scores(s, row.visible);
+  const SampleRounds rounds = rounds_of<kWarps>(row);
+  const Samples samples = load_samples<kWarps>(row, rounds, 0);  // on their way together with the scores
+  scores.load(row);
+  const Bounds bounds = guess_bounds<kWarps>(p, s.guess, row, rounds, samples);
+  ClusterCounter counter(s);
+  const ClusterThreshold threshold = find_threshold(p, s.guess, counter, scores, bounds);
+  arch::cluster_arrive_relaxed();  // the other CTAs' counts and lists have been read, and the values used
+  if (selects_absent(p, threshold.ties.order)) {
+    arch::syncthreads();  // kept: write_visible() reuses what find_buckets() reads; a case that shows it takes minutes
+    write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
+  } else {
+    write_topk(p, s, counter, row, scores, threshold);
+    if (rank == 0) note_count(p, row, p.topk);
+  }
+  arch::cluster_wait();
+#endif
 }
 
 // Selects for `count` queries; in clusters if planned and if a cluster fits on the device. See launch_select.
@@ -270,11 +360,15 @@ void launch_cluster_select(const char* name, const Problem& problem, std::int64_
                            ParamsOf params) {
   const SelectPlan plan = plan_cluster_select(problem, count);
   using Params = decltype(params(plan));
-  const auto launch = plan.warps == 8    ? launch_in_clusters<8, Params>
-                      : plan.warps == 16 ? launch_in_clusters<16, Params>
-                                         : launch_in_clusters<32, Params>;
-  if (plan.cluster == 0 || !launch(name, problem, plan, count, stream, params(plan)))
-    launch_sampled_select(name, problem, count, stream, params);
+  constexpr auto kernel = lightning_indexer_select_cluster<Params>;
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * kSelectCluster},
+                                .threads = ClusterSelectConfig::kThreads,
+                                .cluster = kSelectCluster,
+                                .shared_bytes = ClusterSelectStorage::bytes(problem.s_kv),
+                                .programmatic_dependency = problem.device.has_dependent_launches()};
+  if (plan.cluster == 0 || runtime::clusters_that_fit<kernel>(problem.device, shape) == 0)
+    return launch_sampled_select(name, problem, count, stream, params);
+  runtime::launch(name, kernel, shape, stream, params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -92,10 +92,9 @@ SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
 }
 
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {
-  const std::int64_t warps = ceil_div(ceil_div(p.s_kv, kKeysPerSelectWarp), kSelectCluster);
   const bool fill_device = queries * kSelectCluster > p.device.cluster_sms;
-  if (p.s_kv <= kMaxSelectWarps * kKeysPerSelectWarp || warps > kMaxSelectWarps || fill_device) return {0, 0, 0};
-  return {warps <= 8 ? 8 : warps <= 16 ? 16 : 32, kSelectCluster, 0};
+  if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys || fill_device) return {0, 0, 0};
+  return {kClusterSelectWarps, kSelectCluster, 0};
 }
 
 }  // namespace hopwell::ops::lightning_indexer

@@ -70,7 +70,7 @@ HOPWELL_HOST_DEVICE int wgmma_groups_per_slice(int key_blocks, int groups, int t
 }
 
 // The CTAs that select for a query.
-inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kKeysPerSelectWarp = 1024, kMaxBucketBits = 14;
+inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kClusterSelectWarps = 16, kMaxBucketBits = 14;
 struct SelectPlan {
   int warps;  // per CTA
   std::uint32_t cluster;
@@ -81,8 +81,8 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries);
 inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledBucketBits = 12;
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries);
 inline constexpr int kKeysOfPart = 131'072;
-// Selection by a cluster whose warps hold the row in registers. cluster 0: a single CTA is at least as fast, because
-// the row is short or the clusters would run in several waves; or the row is too long.
+// Selection by a cluster that holds the row in shared memory. cluster 0: a single CTA is at least as fast, because the
+// row is short or the clusters would run in several waves; or the row is too long.
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries);
 
 }  // namespace hopwell::ops::lightning_indexer

@@ -79,7 +79,7 @@ struct SampleRounds {
 template <int kWarps>
 HOPWELL_DEVICE SampleRounds rounds_of(const QueryRow& row) {
   constexpr int kSamples = SampledSelectConfig::kSamples, kOfRound = 32 * kWarps * kSamples;
-  const int doublings = row.visible < 16 * kOfRound ? 0 : row.visible < 32 * kOfRound ? 1 : 2;
+  const int doublings = row.visible <= 16 * kOfRound ? 0 : row.visible <= 32 * kOfRound ? 1 : 2;
   return {1 << doublings, row.visible / kSamples >> doublings & -SampledSelectConfig::kNeighbours};
 }
 
@@ -178,13 +178,13 @@ HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   return {int(rank - margin), int(rank + margin) + 1};
 }
 
-// Empty (low = high) if the sample is not usable, or if it shows too many scores between the bounds.
+// From the samples of round 0, and of the other rounds. Empty (low = high) if the sample is not usable, or if it shows
+// too many scores between the bounds.
 template <int kWarps>
-HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
+                                   const SampleRounds& rounds, const Samples& samples) {
   using Config = SampledSelectConfig;
-  const SampleRounds rounds = rounds_of<kWarps>(row);
   const int sampled = rounds.count * 32 * kWarps * Config::kSamples;
-  const Samples samples = load_samples<kWarps>(row, rounds, 0);
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kBuckets; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
   if (arch::warp_index() == 0) {
@@ -314,9 +314,38 @@ struct SplitTies {
   int equal;
 };
 
-// Finds the threshold that selects the `wanted` best of `count` scores. Their sortable keys are in s.orders. The caller
-// has counted the buckets (sortable key − low) >> shift.
+// Finds the threshold that selects the `wanted` best of the scores with sortable keys low … low + last. `of_bucket`, at
+// most 32, is their number among the `count` scores of s.orders. All counts are 0, and have other contents afterwards.
 template <int kWarps>
+HOPWELL_DEVICE SplitTies rank_in_bucket(SampledSelectStorage& s, uint32_t low, uint32_t last, int count, int wanted,
+                                        int of_bucket) {
+  const uint32_t places = arch::shared_address(s.counts);  // a bit each
+  uint32_t* const orders = s.counts + 32;
+  HOPWELL_NO_UNROLL
+  for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
+    const uint32_t order = s.orders[i];
+    if (order - low > last) continue;
+    uint32_t place = 0;
+    HOPWELL_NO_UNROLL
+    while (place < 31 && arch::atomic_or_shared(places, 1U << place) >> place & 1) ++place;
+    orders[place] = order;
+  }
+  arch::syncthreads();
+  const int lane = arch::lane_index();
+  const uint32_t own = lane < of_bucket ? orders[lane] : 0;
+  int above = 0, reach = 0;
+  HOPWELL_NO_UNROLL
+  for (int i = 0; i < of_bucket; ++i) above += orders[i] > own, reach += orders[i] >= own;
+  const int at = tile::lowest_bit(arch::ballot(lane < of_bucket && above < wanted && wanted <= reach));
+  const uint32_t order = arch::shuffle(own, at);
+  if (arch::shuffle(reach, at) == wanted) return {order - 1, 0};
+  return {order, wanted - arch::shuffle(above, at)};
+}
+
+// Finds the threshold that selects the `wanted` best of `count` scores. Their sortable keys are in s.orders. The caller
+// has counted the buckets (sortable key − low) >> shift. kRank: a bucket of few scores is ranked, not divided. That is
+// shorter, but has more instructions: 512 rows of 8,192 keys, several CTAs an SM, take 4 % longer with it (H200).
+template <int kWarps, bool kRank = false>
 HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32_t shift, int count, int wanted) {
   const uint32_t counts = arch::shared_address(s.counts);
   while (true) {
@@ -326,6 +355,8 @@ HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32
     if (wanted == s.found[0].count) return {low - 1, 0};
     if (shift == 0) return {low, wanted};
     const uint32_t last = (1U << shift) - 1;
+    const int of_bucket = s.found[0].count;
+    if (kRank && of_bucket <= 32) return rank_in_bucket<kWarps>(s, low, last, count, wanted, of_bucket);
     shift = bucket_shift(last);
     HOPWELL_NO_UNROLL
     for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
@@ -433,7 +464,8 @@ HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& 
 // Returns whether the estimate was right; otherwise writes nothing.
 template <int kWarps, class Params, class Row>
 HOPWELL_DEVICE bool select_by_guess(const Params& p, SampledSelectStorage& s, const Row& row) {
-  const Bounds bounds = guess_bounds<kWarps>(p, s, row);
+  const SampleRounds rounds = rounds_of<kWarps>(row);
+  const Bounds bounds = guess_bounds<kWarps>(p, s, row, rounds, load_samples<kWarps>(row, rounds, 0));
   if (bounds.low >= bounds.high || selects_absent(p, bounds.low)) return false;
   const Range keys = keys_of_warp<kWarps>(row);
   if (bounds.low >> 31)

@@ -1,7 +1,7 @@
 // lightning_indexer for Hopper: list of kernels.
 //
 //     lightning_indexer_score_sm90        scores of some queries and all keys
-//     lightning_indexer_select_cluster    the best keys of each query, for few queries with long rows
+//     lightning_indexer_select_cluster    the best keys of each query, for few queries
 //     lightning_indexer_select_sampled    … for other rows of at least 4,096 keys
 //     lightning_indexer_select            … for shorter rows
 //

@@ -80,9 +80,9 @@ HOPWELL_DEVICE float scale_of_key(const PagedScoreParams<Base>& p, int key) {
 // ---- work ----
 
 struct WorkItem {
-  int sequence = 0;          // of the pass
-  int block = 0, count = 0;  // block of keys, and number of blocks of the sequence
-  int left = 0;              // items of this CTA, this one included
+  int sequence = 0;         // of the pass
+  int block = 0, keys = 0;  // block of keys, and number of keys of the sequence
+  int left = 0;             // items of this CTA, this one included
 };
 
 template <int kWarps>
@@ -109,6 +109,7 @@ template <class Params>
 HOPWELL_DEVICE int keys_of(const Params& p, int sequence) {
   const PassQueries queries = queries_of(p, sequence);
   int most = 0;
+  HOPWELL_NO_UNROLL
   for (int64_t i = p.positions.lens_per_query ? 0 : queries.count - 1; i < queries.count; ++i) {
     const int keys = scored_keys(p, p.first_sequence + sequence, queries.first + i);
     most = keys > most ? keys : most;
@@ -119,24 +120,34 @@ HOPWELL_DEVICE int keys_of(const Params& p, int sequence) {
 // The first item of this CTA; none if left is 0. Executed by all threads.
 template <int kKeys, class Params, int kWarps>
 HOPWELL_DEVICE WorkItem first_item(const Params& p, WorkStorage<kWarps>& s) {
-  const int each = tile::ceil_div(p.sequences, 32 * kWarps), lane = arch::lane_index(), warp = arch::warp_index();
-  const int first = arch::thread_index() * each, end = first + each < p.sequences ? first + each : p.sequences;
-  int own = 0;
-  for (int sequence = first; sequence < end; ++sequence) own += tile::ceil_div(keys_of(p, sequence), kKeys);
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const bool is_few = p.sequences <= 32;  // every warp counts all items, a lane the items of one sequence
+  const int each = is_few ? 1 : tile::ceil_div(p.sequences, 32 * kWarps);
+  const int first = (is_few ? lane : arch::thread_index()) * each,
+            end = first + each < p.sequences ? first + each : p.sequences;
+  int own = 0, keys = 0;  // keys: of the last one
+  HOPWELL_NO_UNROLL
+  for (int sequence = first; sequence < end; ++sequence)
+    keys = keys_of(p, sequence), own += tile::ceil_div(keys, kKeys);
   const int up_to_lane = tile::sum_up_to_lane(own);
-  if (lane == 31) s.of_warp[warp] = up_to_lane;
-  if (arch::thread_index() == 0) s.item = {};
-  arch::syncthreads();
-  int before = up_to_lane - own, total = 0;
-  for (int i = 0; i < kWarps; ++i) before += i < warp ? s.of_warp[i] : 0, total += s.of_warp[i];
-  const int64_t cta = arch::block_index(), ctas = arch::grid_size();
-  const int begin = int(total * cta / ctas), stop = int(total * (cta + 1) / ctas);
-  if (begin < stop && before <= begin && begin < before + own) {
-    WorkItem item{first, begin - before, tile::ceil_div(keys_of(p, first), kKeys), stop - begin};
-    while (item.block >= item.count) {
-      item.block -= item.count;
-      item.count = tile::ceil_div(keys_of(p, ++item.sequence), kKeys);
-    }
+  int before = up_to_lane - own, total = arch::shuffle(up_to_lane, 31);
+  if (!is_few) {
+    if (lane == 31) s.of_warp[warp] = up_to_lane;
+    arch::syncthreads();
+    total = 0;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kWarps; ++i) before += i < warp ? s.of_warp[i] : 0, total += s.of_warp[i];
+  }
+  const int cta = arch::block_index(), ctas = arch::grid_size();
+  const int of_each = total / ctas, longer = total - of_each * ctas;  // the first CTAs have one item more
+  const int begin = of_each * cta + (cta < longer ? cta : longer), stop = begin + of_each + (cta < longer);
+  if (begin >= stop) {
+    if (arch::thread_index() == 0) s.item = {};
+  } else if ((!is_few || warp == 0) && before <= begin && begin < before + own) {
+    WorkItem item{first, begin - before, each > 1 ? keys_of(p, first) : keys, stop - begin};
+    HOPWELL_NO_UNROLL
+    for (int blocks = tile::ceil_div(item.keys, kKeys); item.block >= blocks; blocks = tile::ceil_div(item.keys, kKeys))
+      item.block -= blocks, item.keys = keys_of(p, ++item.sequence);
     s.item = item;
   }
   arch::syncthreads();
@@ -146,10 +157,11 @@ HOPWELL_DEVICE WorkItem first_item(const Params& p, WorkStorage<kWarps>& s) {
 // Goes on to the next item.
 template <int kKeys, class Params>
 HOPWELL_DEVICE void advance(const Params& p, WorkItem& item) {
-  if (--item.left == 0 || ++item.block < item.count) return;
+  if (--item.left == 0 || ++item.block < tile::ceil_div(item.keys, kKeys)) return;
   item.block = 0;
-  do item.count = tile::ceil_div(keys_of(p, ++item.sequence), kKeys);
-  while (item.count == 0);
+  HOPWELL_NO_UNROLL
+  do item.keys = keys_of(p, ++item.sequence);
+  while (item.keys == 0);
 }
 
 // Sets the parameters of lightning_indexer for the queries of an item's sequence.
@@ -162,7 +174,7 @@ HOPWELL_DEVICE void set_item(Params& of, const Params& p, const WorkItem& item) 
   of.weights = static_cast<const unsigned char*>(p.weights) + weights;
   if (sizeof(T) == 1 && p.q_scale) of.q_scale = p.q_scale + of.sequence * p.q_scale_stride_b;
   of.scores = p.scores + (of.sequence * p.positions.q_len + queries.first - p.first_query) * p.pitch;
-  of.first_query = queries.first, of.queries = queries.count, of.s_kv = keys_of(p, item.sequence);
+  of.first_query = queries.first, of.queries = queries.count, of.s_kv = item.keys;
   const int groups = tile::ceil_div(queries.count, p.queries_per_tile);
   of.tiles = groups * p.tiles_per_query;
 }

@@ -3,7 +3,7 @@
 //     paged_lightning_indexer_score_few_sm90   scores of sequences with few queries, to the workspace; fp8 only:
 //                                              sm90/few_queries.hpp
 //     paged_lightning_indexer_score_sm90       … of other sequences
-//     lightning_indexer_select_cluster         the best positions of each query, for few queries with long rows
+//     lightning_indexer_select_cluster         the best positions of each query, for few queries
 //     lightning_indexer_select_sampled         … for other rows of at least 4,096 keys
 //     lightning_indexer_select                 … for shorter rows
 //
@@ -141,6 +141,7 @@ HOPWELL_DEVICE void produce_items(const Sm90Params<T>& p, Sm90Storage<T>& s) {
     }
     at.commit();
     indexer::produce_tiles<T>(item, s, item.part);
+    if (n == 0) tile::launch_dependents();  // the selection. Before the first copies, the launch would delay them
     if (item.is_last) return;
     slot += uint32_t(Config::kKeyTiles + item.tiles);
   }
@@ -167,7 +168,6 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
     paged_lightning_indexer_score_sm90(const __grid_constant__ Sm90Params<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = indexer::ScoreConfig<T>;
-  tile::launch_dependents();  // the selection, which waits for the scores
   auto& s = arch::dynamic_smem<Sm90Storage<T>>();
   if (arch::thread_index() == 0) {
     s.ring.init(2, 4 * Config::kGroups);              // arrivals: rows and weights

@@ -389,7 +389,6 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
     lightning_indexer_score_sm90(const __grid_constant__ ScoreParams<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = ScoreConfig<T>;
-  tile::launch_dependents();  // the selection, which waits for the scores
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   if (arch::thread_index() == 0) {
     s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
@@ -412,6 +411,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1)
     const ScorePart part = part_of_role<kMasked>(p, s);
     if (warp == 4 * Config::kGroups) {
       produce_keys(p, s, part);
+      tile::launch_dependents();  // the selection. Before the first copies, the launch would delay them
       produce_tiles(p, s, part);
     }
     if (warp > 4 * Config::kGroups) produce_weights<kMasked>(p, s, part, warp - 4 * Config::kGroups - 1, [] {});

@@ -6,7 +6,7 @@
 //                                           the heads, as in lightning_indexer/sm90/score.hpp, with the same bits
 //           warps 12, 13, 14     keys       producer: rows and scales of the keys of every third item
 //           warp 15              sequences  producer: q, weights and parameters of each sequence
-// Timeline  keys       item 0 │ item 1 │ … as stages become free; pages of 32 boxes are looked up at a time, ahead
+// Timeline  keys       item 0 │ item 1 │ … as stages become free; pages of 32 boxes are looked up at a time
 //           score 0    wait ▓ item 0 ░ store │ wait ▓ item 3 ░ …          ▓: products; ░: relu, weights, sums
 //           score 1       wait ▓ item 1 ░ store │ …
 // Budget    shared: keys 9 × 16 KB + scales 9 × 512 B, sequences 2 × (32 KB of q + 1.3 KB of
@@ -60,7 +60,8 @@ HOPWELL_DEVICE void for_each_sequence(const SequenceTask& task, const Storage& s
   WorkItem work = s.work.item;
   HOPWELL_NO_UNROLL
   while (work.left > 0) {
-    const int of_sequence = work.count - work.block, items = of_sequence < work.left ? of_sequence : work.left;
+    const int of_sequence = tile::ceil_div(work.keys, Config::kKeys) - work.block,
+              items = of_sequence < work.left ? of_sequence : work.left;
     run(work, items);
     work.left -= items - 1, work.block += items - 1;
     advance<Config::kKeys>(task, work);
@@ -76,17 +77,15 @@ HOPWELL_DEVICE void produce_keys(const Sm90Params<Config::T>& p, Storage& s, int
   for_each_sequence(p.task, s, [&](const WorkItem& work, int items) {
     PagedKeys of = p.task;
     of.sequence = p.task.first_sequence + work.sequence;
-    const int end = keys_of(p.task, work.sequence), first = work.block * Config::kKeys;
+    const int first = work.block * Config::kKeys;
     // Lane i has box i of the next items.
     const auto look_up = [&](int item) {
-      return box_of(of, first + item * Config::kKeys + arch::lane_index() * box_rows, end);
+      return box_of(of, first + item * Config::kKeys + arch::lane_index() * box_rows, work.keys);
     };
-    Box next = look_up(0);
     HOPWELL_NO_UNROLL
     for (int done = 0; done < items; done += at_once) {
-      const Box own = next;
+      const Box own = look_up(done);  // while the copies of earlier items are on their way
       const uint32_t exist = arch::ballot(own.page >= 0);
-      next = look_up(done + at_once);
       const int count = items - done < at_once ? items - done : at_once;
       HOPWELL_NO_UNROLL
       for (int i = 0; i < count; ++i, ++n) {
@@ -111,6 +110,8 @@ HOPWELL_DEVICE void produce_keys(const Sm90Params<Config::T>& p, Storage& s, int
           if (at.page >= 0) copy_scales(p, s.scales[stage] + box * box_rows, at, slot.full());
         }
       }
+      // The selection. Before the first copies, the launch would delay them.
+      if (warp == 0 && sequence == 0 && done == 0) tile::launch_dependents();
     }
     ++sequence;
   });
@@ -197,9 +198,9 @@ __global__ void __launch_bounds__(few_queries::Config::kThreads, 1)
     paged_lightning_indexer_score_few_sm90(const __grid_constant__ Sm90Params<few_queries::Config::T> p) {
 #if HOPWELL_HAS_SM90A
   using few_queries::Config;
-  tile::launch_dependents();  // the selection, which waits for the scores
   auto& s = arch::dynamic_smem<few_queries::Storage>();
-  if (arch::thread_index() == 0) {
+  if (arch::thread_index() == 32) {
+    arch::prefetch_tensor_map(p.k), arch::prefetch_tensor_map(p.q);
     s.ring.init(1, 4);
     s.sequence_ring.init(1, 4 * Config::kGroups);
     arch::fence_mbarrier_init();
