@@ -32,6 +32,7 @@ struct Indexer {
   bool nan_keys = false;     // NaN in some rows of k_index, infinities in others
   bool nan_queries = false;  // a row of q_index is NaN
   bool nan_weights = false;  // one weight of every second query is NaN
+  bool no_weights = false;   // weights are 0, so that all scores are equal
   bool strided = false;      // gaps between the rows of every tensor, and permuted dimensions
   // forward
   bool stable_sort = false;  // also compared with a stable sort of all scores that the backend itself returns
@@ -150,6 +151,7 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
        1 / std::sqrt(static_cast<double>(p.h_index * p.d_index)));
   for (std::int64_t t = 0; t < p.s_kv && p.nan_keys; t += 7)
     set(*in.k, t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
+  for (std::int64_t i = 0; i < p.s_q * p.h_index && p.no_weights; ++i) in.weights->set(i, 0);
   for (std::int64_t s = 0; s < p.s_q && p.nan_weights; s += 2) in.weights->set(s * p.h_index + s % p.h_index, kNan);
   for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) set(*in.q, i, kNan);
   for (std::int64_t row = 0; row < p.s_q * p.h_index && (p.infinite_keys || p.infinite_queries); ++row)
@@ -415,6 +417,8 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
        {.s_q = 2, .s_kv = 262'400, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
       {"row_in_parts_ranges", {.s_q = 12, .s_kv = 262'400, .h_index = 1, .d_index = 8, .topk = 300, .ranges = true}},
       {"longest_row_one_query", {.s_q = 1, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
+      {"long_row_one_score",
+       {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers, .no_weights = true}},
       // More rows than SMs, and more entries than fit in one list.
       {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},

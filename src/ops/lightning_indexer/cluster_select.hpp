@@ -7,9 +7,10 @@
 //           candidates, which are the keys above the lower bound, and counts them; every CTA lists its scores between
 //           the bounds │ barrier of the cluster │ every CTA reads the counts and lists of all CTAs, finds the threshold,
 //           counts the selected keys of the CTAs before it and of its own warps, and writes its keys.
-//           If the estimate fails, new bounds enclose all scores: every CTA counts how many of its scores reach each of
-//           two values between the bounds │ barrier of the cluster │ the distance of the bounds becomes a third │ …
-//           until exactly topk scores reach the lower bound, or the bounds are adjacent
+//           If the threshold is outside the bounds, new bounds enclose all scores. Then, or if there are too many scores
+//           for the list: every CTA counts how many of its scores reach each of two values between the bounds │ barrier
+//           of the cluster │ the distance of the bounds becomes a third │ … until exactly topk scores reach the lower
+//           bound, or the bounds are adjacent
 // Order     counts are integers: same inputs, same bits
 // Budget    shared: 25 KiB, and 6 B for each key of the CTA
 #pragma once
@@ -165,12 +166,17 @@ HOPWELL_DEVICE int sum_of_lower_ranks(int of_rank) {
 // The smallest sortable key of a score.
 HOPWELL_DEVICE uint32_t lowest_order(const SelectParams& /*p*/) { return ClusterSelectConfig::kLowest; }
 
-// Finds the threshold by narrowing the bounds.
+// At least topk scores reach `low`. Fewer reach `high`, `above` in number.
+struct SearchRange {
+  uint32_t low, high;
+  int above;
+};
+
+// Finds the threshold by narrowing the range.
 template <class Params>
-HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterCounter& counter, const WarpScores& scores) {
-  uint32_t low = lowest_order(p),
-           high = ClusterSelectConfig::kAboveAll;  // reached by at least topk scores; by fewer
-  int above = 0;                                   // number of scores that reach `high`
+HOPWELL_DEVICE SplitTies search_threshold(const Params& p, ClusterCounter& counter, const WarpScores& scores,
+                                          const SearchRange& range) {
+  auto [low, high, above] = range;
   HOPWELL_NO_UNROLL
   while (high - low > 1) {
     const uint32_t step = high - low < 3 ? 1 : (high - low) / 3, lower = low + step, upper = high - step;
@@ -275,6 +281,7 @@ struct ClusterThreshold {
 template <class Params>
 HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectStorage& s, ClusterCounter& counter,
                                                const WarpScores& scores, const Bounds& bounds) {
+  SearchRange range{lowest_order(p), ClusterSelectConfig::kAboveAll, 0};
   if (bounds.low < bounds.high && !selects_absent(p, bounds.low)) {
     const int listed = scores.list_candidates(bounds.low);
     list_between(s, counter, scores, listed, bounds);
@@ -287,8 +294,10 @@ HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectSto
           find_last<ClusterSelectConfig::kWarps, true>(s, bounds.low, shift, between.count, p.topk - between.above);
       return {ties, listed, orders, sum_of_lower_ranks(of_rank.first), 0};
     }
+    if (between.above < p.topk && p.topk <= between.above + between.count)
+      range = {bounds.low, bounds.high, between.above};  // too many scores for the list
   }
-  const SplitTies ties = search_threshold(p, counter, scores);
+  const SplitTies ties = search_threshold(p, counter, scores, range);
   if (selects_absent(p, ties.order)) return {ties, 0, 0, 0, 0};
   const int listed = scores.list_candidates(ties.order);
   counter.before_in_cta(count_candidates(scores, listed, ties.order));
@@ -339,7 +348,11 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
   const SampleRounds rounds = rounds_of<kWarps>(row);
   const Samples samples = load_samples<kWarps>(row, rounds, 0);  // on their way together with the scores
   scores.load(row);
-  const Bounds bounds = guess_bounds<kWarps>(p, s.guess, row, rounds, samples);
+  Bounds bounds = guess_bounds<kWarps>(p, s.guess, row, rounds, samples);
+  if (s.guess.scale.width == 0) {  // samples of one value: the threshold may be that value
+    const uint32_t order = sortable_key(s.guess.scale.first);
+    bounds = {order, order + 1};
+  }
   ClusterCounter counter(s);
   const ClusterThreshold threshold = find_threshold(p, s.guess, counter, scores, bounds);
   arch::cluster_arrive_relaxed();  // the other CTAs' counts and lists have been read, and the values used
