@@ -254,8 +254,8 @@ HOPWELL_DEVICE int gather_lists(SampledSelectStorage& s, int of_rank, uint32_t l
   return arch::shuffle(first_of_rank, int(arch::cluster_rank()));
 }
 
-// Numbers of scores above a threshold and equal to it: among the candidates of a warp, and among the first `listed` of
-// s.orders, of which each thread takes some.
+// Numbers of scores above a threshold and equal to it: among the candidates of a warp; and in a warp's share of the
+// first `listed` of s.orders.
 HOPWELL_DEVICE Counts count_candidates(const WarpScores& scores, int listed, uint32_t threshold) {
   Counts counts{};
   for_each_candidate(scores, listed, [&](int, uint32_t order) {
