@@ -137,7 +137,7 @@ struct Gather {
       tile::arrive_warp(gathered);
     } else {
       constexpr uint32_t kBytes = Row::kDataBytes, kSecond = Row::kSecondBytes;
-      constexpr bool kBulk = kSecond % 16 == 0;
+      constexpr bool kBulk = !Tile::kThreadsCopyScales;
       const int left = info.keys - kRows * warp, own = left < 0 ? 0 : left < kRows ? left : kRows;
       // Copies may complete before this: the phase ends only after lane 0 has arrived.
       if (lane == 0) arch::mbarrier_arrive_expect_tx(gathered, uint32_t(own) * (kBytes + (kBulk ? kSecond : 0)));
@@ -171,7 +171,7 @@ HOPWELL_DEVICE void gather(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Ti
       is_last = info.is_last != 0;
     }
   }
-  if constexpr (!Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0) arch::cp_async_wait_all();
+  if constexpr (Tile::kThreadsCopyScales) arch::cp_async_wait_all();
 }
 
 #endif

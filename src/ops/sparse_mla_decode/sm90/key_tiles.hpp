@@ -44,6 +44,8 @@ struct KeyTile {
   // Rows of bf16 are copied unmodified. Rows of codes are copied to offset kRawAt of the stage, where part 1 will be,
   // and decoded from there. One panel of them is bf16 and is copied: RoPE of V3.2, panel 7 of V4.
   static constexpr bool kCopiesRows = !Row::kHasCodes;
+  // A bulk copy needs a multiple of 16 bytes. V4's 8 bytes of scales come by cp.async.
+  static constexpr bool kThreadsCopyScales = !kCopiesRows && Row::kSecondBytes % 16 != 0;
   static constexpr bool kEvenOdd = Row::kHasCodes;  // order of columns in each 16
   static constexpr int kPlainPanel = Row::kRopeIsPlain && Row::kHasRope ? 8 : Row::is_plain(7) ? 7 : -1;
   static constexpr int kPanelsBytes = kPanels * int(tile::kPanelBytes);
@@ -99,11 +101,9 @@ struct KeyTiles {
 
   // Executed by one thread, before a barrier of the CTA.
   HOPWELL_DEVICE void initialise() {
-    // A bulk copy needs a multiple of 16 bytes. V4's 8 bytes of scales come by cp.async, and each thread of the gather
-    // warpgroup arrives after its own.
-    constexpr bool kThreadsCopy = !Tile::kCopiesRows && Tile::Row::kSecondBytes % 16 != 0;
     ring.init(Tile::kDequantWarps + (Tile::kCopiesRows ? Tile::kDequantThreads : 0), Tile::kReleasingWarps);
-    tile::init_barriers(Tile::kGatherWarps + (kThreadsCopy ? Tile::kGatherThreads : 0), gathered);
+    // Threads of the gather warpgroup arrive after their own copies.
+    tile::init_barriers(Tile::kGatherWarps + (Tile::kThreadsCopyScales ? Tile::kGatherThreads : 0), gathered);
     if constexpr (!Tile::kCopiesRows) tile::init_barriers(Tile::kDequantWarps, read);
     arch::fence_mbarrier_init();  // kept: copies complete on barriers that another thread has initialised
   }
