@@ -419,6 +419,16 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"longest_row_one_query", {.s_q = 1, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
       {"long_row_one_score",
        {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers, .no_weights = true}},
+      // Queries that see none to seven of many keys: fewer than a sample has.
+      {"long_rows_few_visible",
+       {.s_q = 12,
+        .s_kv = 4500,
+        .h_index = 2,
+        .d_index = 8,
+        .topk = 2,
+        .data = Data::kIntegers,
+        .positions = Positions::kStart,
+        .q_start = -5}},
       // More rows than SMs, and more entries than fit in one list.
       {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},

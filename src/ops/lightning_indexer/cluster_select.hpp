@@ -136,7 +136,8 @@ class ClusterCounter {
     arch::syncthreads();
     return sum_of_warps(s_.of_warp, warp);
   }
-  /// The counts of before_in_cta(): lane i has the sum of CTA i. A CTA may end when all others have called this.
+  /// The counts of before_in_cta(): lane i has the sum of CTA i. Has a barrier of the cluster. Afterwards other CTAs may
+  /// still read this CTA's sum, so the kernel ends with a barrier of the cluster.
   HOPWELL_DEVICE Counts of_ranks() {
     uint32_t& of_cta = s_.of_cta[turn_];
     turn_ ^= 1;
@@ -345,13 +346,18 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
   tile::wait_for_prior_kernels();
   if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
   const WarpScores scores(s, row.visible);
-  const SampleRounds rounds = rounds_of<kWarps>(row);
-  const Samples samples = load_samples<kWarps>(row, rounds, 0);  // on their way together with the scores
-  scores.load(row);
-  Bounds bounds = guess_bounds<kWarps>(p, s.guess, row, rounds, samples);
-  if (s.guess.scale.width == 0) {  // samples of one value: the threshold may be that value
-    const uint32_t order = sortable_key(s.guess.scale.first);
-    bounds = {order, order + 1};
+  Bounds bounds{};
+  if (row.visible >= SampledSelectConfig::kLeastKeys) {
+    const SampleRounds rounds = rounds_of<kWarps>(row);
+    const Samples samples = load_samples<kWarps>(row, rounds, 0);  // on their way together with the scores
+    scores.load(row);
+    bounds = guess_bounds<kWarps>(p, s.guess, row, rounds, samples);
+    if (s.guess.scale.width == 0) {  // samples of one value: the threshold may be that value
+      const uint32_t order = sortable_key(s.guess.scale.first);
+      bounds = {order, order + 1};
+    }
+  } else {
+    scores.load(row);
   }
   ClusterCounter counter(s);
   const ClusterThreshold threshold = find_threshold(p, s.guess, counter, scores, bounds);

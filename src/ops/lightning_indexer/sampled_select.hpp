@@ -102,9 +102,10 @@ HOPWELL_DEVICE Samples load_samples(const QueryRow& row, const SampleRounds& rou
 // Buckets around the mean of a warp's samples.
 HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
   constexpr float kReach = SampledSelectConfig::kReach, kCount = 32 * SampledSelectConfig::kSamples;
+  const float one = arch::shuffle(samples.score[0], 0);  // equal samples have no distance from their mean
   float sum = 0, distances = 0;
-  for (const float score : samples.score) sum += score;
-  const float mean = tile::sum_of_warp(sum) / kCount;
+  for (const float score : samples.score) sum += score - one;
+  const float mean = one + tile::sum_of_warp(sum) / kCount;
   for (const float score : samples.score) distances += fabsf(score - mean);
   const float deviation = tile::sum_of_warp(distances) / kCount;
   const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kBuckets);
