@@ -2,7 +2,8 @@
 // query, ties to the smaller key, in ascending order of key.
 //
 // Tile      a cluster of 8 CTAs with 16 warps each has a query's row of visible scores, an equal range of keys for each
-//           warp. Scores are in shared memory, as sortable keys (here `order`)
+//           warp. Scores are in shared memory, as sortable keys (here `order`). A row of at most 2,048 keys needs no
+//           sample: all of its scores are between the bounds
 // Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp lists its
 //           candidates, which are the keys above the lower bound, and counts them; every CTA lists its scores between
 //           the bounds │ barrier of the cluster │ every CTA reads the counts and lists of all CTAs, finds the threshold,
@@ -27,7 +28,7 @@ struct ClusterSelectConfig {
   static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // key of −inf; above the key of inf
 };
 
-// Two numbers of scores. Packed: of a CTA, which has at most 32,768.
+// Two numbers of scores. A CTA has at most 32,768 scores, so both fit in 32 bits.
 struct Counts {
   int first, second;
 
@@ -38,7 +39,7 @@ struct Counts {
 struct ClusterSelectStorage {
   uint32_t of_cta[2];  // packed counts of this CTA for the other ones; two buffers alternate
   uint32_t of_warp[ClusterSelectConfig::kWarps], of_lists[ClusterSelectConfig::kWarps];  // packed counts
-  SampledSelectStorage guess;  // without its bits. In their place: an order and a candidate for each key
+  SampledSelectStorage guess;  // up to its member `bits`. From there on: an order and a candidate for each key
 
   static constexpr uint32_t orders_at() {
     return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);
@@ -275,9 +276,9 @@ HOPWELL_DEVICE Counts count_orders(const SampledSelectStorage& s, int listed, ui
 
 struct ClusterThreshold {
   SplitTies ties;
-  int listed;        // candidates of this warp, with all of its selected keys
-  int orders;        // the first of s.orders are of lower ranks
-  int above, equal;  // other scores of lower ranks
+  int listed;        // candidates of this warp. All of its selected keys are among them
+  int orders;        // length of the part of s.orders that is from CTAs before this one. It is not counted yet
+  int above, equal;  // counts of the other scores of the CTAs before this one
 };
 template <class Params>
 HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectStorage& s, ClusterCounter& counter,
@@ -342,12 +343,14 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
   constexpr int kWarps = ClusterSelectConfig::kWarps;
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int rank = int(arch::cluster_rank());
-  const auto row = row_of(p, arch::block_index() / kSelectCluster);  // reads inputs, no scores
+  // Reads inputs only. They are complete, because the score kernel does not start early.
+  const auto row = row_of(p, arch::block_index() / kSelectCluster);
   tile::wait_for_prior_kernels();
   if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
   const WarpScores scores(s, row.visible);
-  Bounds bounds{};
-  if (row.visible >= SampledSelectConfig::kLeastKeys) {
+  Bounds bounds{ClusterSelectConfig::kLowest,
+                ClusterSelectConfig::kAboveAll};  // the list holds all scores of short rows
+  if (row.visible > SampledSelectConfig::kListed) {
     const SampleRounds rounds = rounds_of<kWarps>(row);
     const Samples samples = load_samples<kWarps>(row, rounds, 0);  // on their way together with the scores
     scores.load(row);
@@ -358,6 +361,7 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
     }
   } else {
     scores.load(row);
+    clear_counts<kWarps>(s.guess);
   }
   ClusterCounter counter(s);
   const ClusterThreshold threshold = find_threshold(p, s.guess, counter, scores, bounds);

@@ -179,6 +179,12 @@ HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   return {int(rank - margin), int(rank + margin) + 1};
 }
 
+template <int kWarps>
+HOPWELL_DEVICE void clear_counts(SampledSelectStorage& s) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < SampledSelectConfig::kBuckets; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
+}
+
 // From the samples of round 0, and of the other rounds. Empty (low = high) if the sample is not usable, or if it shows
 // too many scores between the bounds.
 template <int kWarps>
@@ -186,8 +192,7 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
                                    const SampleRounds& rounds, const Samples& samples) {
   using Config = SampledSelectConfig;
   const int sampled = rounds.count * 32 * kWarps * Config::kSamples;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kBuckets; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
+  clear_counts<kWarps>(s);
   if (arch::warp_index() == 0) {
     const SampleScale scale = scale_of(samples);
     if (arch::lane_index() == 0) s.scale = scale;
