@@ -429,8 +429,13 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .data = Data::kIntegers,
         .positions = Positions::kStart,
         .q_start = -5}},
-      // More rows than SMs, and more entries than fit in one list.
-      {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
+      // The more queries a call has, the fewer CTAs a cluster has that selects for one of them: here four, and two.
+      {"long_rows_of_four_ctas",
+       {.s_q = 6, .s_kv = 4500, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      {"long_rows_of_two_ctas",
+       {.s_q = 18, .s_kv = 4500, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      // More rows than clusters or SMs, and more entries than fit in one list.
+      {"many_long_rows", {.s_q = 70, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
       {"weights_bf16", {.weights_dtype = kBFloat, .topk = 65}},

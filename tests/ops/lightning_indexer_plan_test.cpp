@@ -86,7 +86,8 @@ TEST(LightningIndexerPlan, SlicesOfWhatIsSeenAreThoseOfACallOfItsOwn) {
 
 TEST(LightningIndexerPlan, ClustersOfFewQueriesHaveRoomForARow) {
   const auto cluster = [](std::int64_t s_kv, std::int64_t queries = 1) {
-    const auto plan = plan_cluster_select(forward(1, s_kv, 64, 132), queries);
+    const auto fit = [](int ctas) { return ctas == 8 ? 14 : ctas == 4 ? 31 : 66; };
+    const auto plan = plan_cluster_select(forward(1, s_kv, 64, 132), queries, fit);
     return std::pair{plan.warps, int(plan.cluster)};
   };
   EXPECT_EQ(cluster(0), std::pair(0, 0)) << "a CTA is enough";
@@ -94,8 +95,12 @@ TEST(LightningIndexerPlan, ClustersOfFewQueriesHaveRoomForARow) {
   EXPECT_EQ(cluster(4'096), std::pair(16, 8));
   EXPECT_EQ(cluster(262'144), std::pair(16, 8));
   EXPECT_EQ(cluster(262'145), std::pair(0, 0)) << "no cluster holds it";
-  EXPECT_EQ(cluster(65'536, 16), std::pair(16, 8));
-  EXPECT_EQ(cluster(65'536, 17), std::pair(0, 0)) << "more CTAs than one a multiprocessor";
+  EXPECT_EQ(cluster(65'536, 14), std::pair(16, 8));
+  EXPECT_EQ(cluster(65'536, 15), std::pair(16, 4)) << "clusters of eight would not run at the same time";
+  EXPECT_EQ(cluster(65'536, 31), std::pair(16, 4));
+  EXPECT_EQ(cluster(65'536, 32), std::pair(16, 2));
+  EXPECT_EQ(cluster(65'537, 32), std::pair(0, 0)) << "two CTAs do not hold it";
+  EXPECT_EQ(cluster(65'536, 67), std::pair(0, 0));
 }
 
 TEST(LightningIndexerPlan, FewQueriesHaveMoreWarpsEach) {

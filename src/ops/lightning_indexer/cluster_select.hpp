@@ -1,9 +1,9 @@
 // lightning_indexer for few queries with rows of at least 4,096 keys: a cluster of CTAs selects the topk best keys of a
 // query, ties to the smaller key, in ascending order of key.
 //
-// Tile      a cluster of 8 CTAs with 16 warps each has a query's row of visible scores, an equal range of keys for each
-//           warp. Scores are in shared memory, as sortable keys (here `order`). A row of at most 2,048 keys needs no
-//           sample: all of its scores are between the bounds
+// Tile      a cluster of 2, 4 or 8 CTAs with 16 warps each has a query's row of visible scores, an equal range of keys
+//           for each warp. Scores are in shared memory, as sortable keys (here `order`). A row of at most 2,048 keys
+//           needs no sample: all of its scores are between the bounds
 // Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp lists its
 //           candidates, which are the keys above the lower bound, and counts them; every CTA lists its scores between
 //           the bounds │ barrier of the cluster │ every CTA reads the counts and lists of all CTAs, finds the threshold,
@@ -44,17 +44,17 @@ struct ClusterSelectStorage {
   static constexpr uint32_t orders_at() {
     return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);
   }
-  // Scores of a lane for a row of `keys`, and the scores for which it has room.
-  static HOPWELL_HOST_DEVICE int scores_of_lane(int keys) {
-    constexpr int kKeys = kSelectCluster * ClusterSelectConfig::kThreads;
-    return (keys + kKeys - 1) / kKeys;
+  // Scores of a lane for a row of `keys` and a cluster of `ctas`, and the scores for which it has room.
+  static HOPWELL_HOST_DEVICE int scores_of_lane(int keys, int ctas) {
+    const int threads = ctas * ClusterSelectConfig::kThreads;
+    return (keys + threads - 1) / threads;
   }
-  static HOPWELL_HOST_DEVICE int room_of_lane(int keys) {
+  static HOPWELL_HOST_DEVICE int room_of_lane(int keys, int ctas) {
     constexpr int kUnroll = ClusterSelectConfig::kUnroll;
-    return (scores_of_lane(keys) + kUnroll - 1) / kUnroll * kUnroll;
+    return (scores_of_lane(keys, ctas) + kUnroll - 1) / kUnroll * kUnroll;
   }
-  static uint32_t bytes(int64_t keys) {
-    return orders_at() + uint32_t(room_of_lane(int(keys))) *
+  static uint32_t bytes(int64_t keys, int ctas) {
+    return orders_at() + uint32_t(room_of_lane(int(keys), ctas)) *
                              uint32_t(ClusterSelectConfig::kThreads * (sizeof(uint32_t) + sizeof(uint16_t)));
   }
   HOPWELL_DEVICE uint32_t* orders() {
@@ -72,9 +72,9 @@ struct WarpScores {
   uint16_t* candidates;  // numbers of keys in the range, ascending
   int first, count;
 
-  HOPWELL_DEVICE WarpScores(ClusterSelectStorage& s, int visible)
-      : count(ClusterSelectStorage::scores_of_lane(visible)) {
-    const int warp = arch::warp_index(), room = 32 * ClusterSelectStorage::room_of_lane(visible);
+  HOPWELL_DEVICE WarpScores(ClusterSelectStorage& s, int visible, int ctas)
+      : count(ClusterSelectStorage::scores_of_lane(visible, ctas)) {
+    const int warp = arch::warp_index(), room = 32 * ClusterSelectStorage::room_of_lane(visible, ctas);
     first = (int(arch::cluster_rank()) * ClusterSelectConfig::kWarps + warp) * 32 * count;
     orders = s.orders() + warp * room;
     candidates = reinterpret_cast<uint16_t*>(s.orders() + ClusterSelectConfig::kWarps * room) + warp * room;
@@ -128,7 +128,9 @@ HOPWELL_DEVICE Counts sum_of_warps(const uint32_t (&of_warp)[ClusterSelectConfig
 // Adds up counts over the CTA and over the cluster.
 class ClusterCounter {
  public:
-  HOPWELL_DEVICE explicit ClusterCounter(ClusterSelectStorage& s) : s_(s) {}
+  HOPWELL_DEVICE ClusterCounter(ClusterSelectStorage& s, int ctas) : s_(s), ctas_(ctas) {}
+
+  [[nodiscard]] HOPWELL_DEVICE int ctas() const { return ctas_; }  // of the cluster
 
   /// own: of this warp. Returns the sum of the warps before it in the CTA.
   HOPWELL_DEVICE Counts before_in_cta(const Counts& own) const {
@@ -147,19 +149,20 @@ class ClusterCounter {
       if (arch::lane_index() == 0) of_cta = all.packed();
     }
     arch::cluster_sync();
-    const auto rank = uint32_t(arch::lane_index());
+    const int rank = arch::lane_index();
     return Counts::unpack(
-        rank < kSelectCluster ? arch::load_cluster(arch::map_to_rank(arch::shared_address(&of_cta), rank)) : 0);
+        rank < ctas_ ? arch::load_cluster(arch::map_to_rank(arch::shared_address(&of_cta), uint32_t(rank))) : 0);
   }
 
  private:
   ClusterSelectStorage& s_;
+  int ctas_;
   int turn_ = 0;
 };
 
 // Of numbers that lane i has for CTA i of the cluster: the sum, and the sum over the CTAs before this CTA.
 HOPWELL_DEVICE int sum_of_ranks(int of_rank) {
-  return arch::shuffle(tile::reduce<kSelectCluster / 2, 1>(of_rank, tile::Plus{}), 0);
+  return arch::shuffle(tile::reduce<kMostClusterCtas / 2, 1>(of_rank, tile::Plus{}), 0);
 }
 HOPWELL_DEVICE int sum_of_lower_ranks(int of_rank) {
   return sum_of_ranks(uint32_t(arch::lane_index()) < arch::cluster_rank() ? of_rank : 0);
@@ -230,25 +233,25 @@ HOPWELL_DEVICE void list_between(SampledSelectStorage& s, const ClusterCounter& 
 
 // Copies the lists of all CTAs to s.orders, in the order of their ranks, and counts the bucket (sortable key − low) >>
 // shift of each score. of_rank: lane i has the length of CTA i's list. Returns the length of the lists of lower ranks.
-HOPWELL_DEVICE int gather_lists(SampledSelectStorage& s, int of_rank, uint32_t low, uint32_t shift) {
-  constexpr int kWarpsOfRank = ClusterSelectConfig::kWarps / kSelectCluster, kThreadsOfRank = 32 * kWarpsOfRank;
+HOPWELL_DEVICE int gather_lists(SampledSelectStorage& s, int ctas, int of_rank, uint32_t low, uint32_t shift) {
   constexpr int kAtOnce = 4;
-  const int rank = arch::warp_index() / kWarpsOfRank, part = arch::warp_index() % kWarpsOfRank;
+  const int warps = ClusterSelectConfig::kWarps / ctas, threads = 32 * warps;  // for a list
+  const int rank = arch::warp_index() / warps, part = arch::warp_index() % warps;
   const int first_of_rank = tile::sum_up_to_lane(of_rank) - of_rank;
   const int first = arch::shuffle(first_of_rank, rank), count = arch::shuffle(of_rank, rank);
   const uint32_t list = arch::map_to_rank(arch::shared_address(s.keys), uint32_t(rank)),
                  counts = arch::shared_address(s.counts);
   HOPWELL_NO_UNROLL
-  for (int at = 32 * part + arch::lane_index(); at < count; at += kAtOnce * kThreadsOfRank) {
+  for (int at = 32 * part + arch::lane_index(); at < count; at += kAtOnce * threads) {
     uint32_t order[kAtOnce];  // all on their way together
     HOPWELL_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      const int from = at + i * kThreadsOfRank;
+      const int from = at + i * threads;
       order[i] = arch::load_cluster(list + 4 * uint32_t(from < count ? from : at));
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      const int from = at + i * kThreadsOfRank;
+      const int from = at + i * threads;
       if (from < count) s.orders[first + from] = order[i];
       arch::red_add_shared(from < count, counts + 4 * ((order[i] - low) >> shift), 1);
     }
@@ -291,7 +294,7 @@ HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectSto
     const Between between{sum_of_ranks(of_rank.first), sum_of_ranks(of_rank.second)};
     if (guessed_right(between, p.topk)) {
       const uint32_t shift = bucket_shift(bounds.high - bounds.low - 1);
-      const int orders = gather_lists(s, of_rank.second, bounds.low, shift);
+      const int orders = gather_lists(s, counter.ctas(), of_rank.second, bounds.low, shift);
       const SplitTies ties =
           find_last<ClusterSelectConfig::kWarps, true>(s, bounds.low, shift, between.count, p.topk - between.above);
       return {ties, listed, orders, sum_of_lower_ranks(of_rank.first), 0};
@@ -336,7 +339,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
   });
 }
 
-template <class Params>
+template <int kCtas, class Params>
 __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
     lightning_indexer_select_cluster(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
@@ -344,10 +347,10 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int rank = int(arch::cluster_rank());
   // Reads inputs only. They are complete, because the score kernel does not start early.
-  const auto row = row_of(p, arch::block_index() / kSelectCluster);
+  const auto row = row_of(p, arch::block_index() / kCtas);
   tile::wait_for_prior_kernels();
-  if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
-  const WarpScores scores(s, row.visible);
+  if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kCtas});
+  const WarpScores scores(s, row.visible, kCtas);
   Bounds bounds{ClusterSelectConfig::kLowest,
                 ClusterSelectConfig::kAboveAll};  // the list holds all scores of short rows
   if (row.visible > SampledSelectConfig::kListed) {
@@ -363,12 +366,12 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
     scores.load(row);
     clear_counts<kWarps>(s.guess);
   }
-  ClusterCounter counter(s);
+  ClusterCounter counter(s, kCtas);
   const ClusterThreshold threshold = find_threshold(p, s.guess, counter, scores, bounds);
   arch::cluster_arrive_relaxed();  // the other CTAs' counts and lists have been read, and the values used
   if (selects_absent(p, threshold.ties.order)) {
     arch::syncthreads();  // kept: write_visible() reuses what find_buckets() reads; a case that shows it takes minutes
-    write_visible(p, s.guess.of_warp[0], row, {rank, kSelectCluster});
+    write_visible(p, s.guess.of_warp[0], row, {rank, kCtas});
   } else {
     write_topk(p, s, counter, row, scores, threshold);
     if (rank == 0) note_count(p, row, p.topk);
@@ -377,21 +380,36 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
 #endif
 }
 
-// Selects for `count` queries; in clusters if planned and if a cluster fits on the device. See launch_select.
+// The kernel for clusters of 2, 4 or 8 CTAs.
+template <class Params>
+auto cluster_kernel(int ctas) {
+  static_assert(kMostClusterCtas == 8);
+  return ctas == 8   ? lightning_indexer_select_cluster<8, Params>
+         : ctas == 4 ? lightning_indexer_select_cluster<4, Params>
+                     : lightning_indexer_select_cluster<2, Params>;
+}
+
+// Selects for `count` queries; in clusters if planned. See launch_select.
 template <class ParamsOf>
 void launch_cluster_select(const char* name, const Problem& problem, std::int64_t count, Stream stream,
                            ParamsOf params) {
-  const SelectPlan plan = plan_cluster_select(problem, count);
-  using Params = decltype(params(plan));
-  constexpr auto kernel = lightning_indexer_select_cluster<Params>;
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * kSelectCluster},
-                                .threads = ClusterSelectConfig::kThreads,
-                                .cluster = kSelectCluster,
-                                .shared_bytes = ClusterSelectStorage::bytes(problem.s_kv),
-                                .programmatic_dependency = problem.device.has_dependent_launches()};
-  if (plan.cluster == 0 || runtime::clusters_that_fit<kernel>(problem.device, shape) == 0)
-    return launch_sampled_select(name, problem, count, stream, params);
-  runtime::launch(name, kernel, shape, stream, params(plan));
+  using Params = decltype(params(SelectPlan{}));
+  const auto shape_of = [&](int ctas, std::int64_t keys) {
+    return arch::LaunchShape{.grid = {static_cast<std::uint32_t>(count * ctas)},
+                             .threads = ClusterSelectConfig::kThreads,
+                             .cluster = static_cast<std::uint32_t>(ctas),
+                             .shared_bytes = ClusterSelectStorage::bytes(keys, ctas),
+                             .programmatic_dependency = problem.device.has_dependent_launches()};
+  };
+  const SelectPlan plan = plan_cluster_select(problem, count, [&](int ctas) {
+    // All of these kernels have a CTA an SM.
+    constexpr auto kernel = lightning_indexer_select_cluster<kMostClusterCtas, Params>;
+    const std::int64_t most_keys = std::int64_t{ctas} * kMostKeysOfClusterCta;
+    return runtime::clusters_that_fit<kernel>(problem.device, shape_of(ctas, most_keys));
+  });
+  if (plan.cluster == 0) return launch_sampled_select(name, problem, count, stream, params);
+  const int ctas = static_cast<int>(plan.cluster);
+  runtime::launch(name, cluster_kernel<Params>(ctas), shape_of(ctas, problem.s_kv), stream, params(plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

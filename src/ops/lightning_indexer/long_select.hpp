@@ -52,9 +52,10 @@ HOPWELL_DEVICE auto row_of(const RoundParams<Base>& p, int at) {
     row.past_last = absent_score();
     forget_length(row);
   } else if (p.round == Round::candidates && is_long) {
-    const int64_t count = int64_t{p.parts} * p.topk;
-    row.scores = p.candidate_scores + query * count, row.visible = int(count);
-    row.candidates = p.candidates + query * count;
+    const int64_t first = int64_t{query} * p.parts * p.topk;
+    const int of_last = row.visible % kKeysOfPart;  // the parts after it have no visible keys
+    row.scores = p.candidate_scores + first, row.candidates = p.candidates + first;
+    row.visible = row.visible / kKeysOfPart * p.topk + (of_last < p.topk ? of_last : p.topk);
   }
   return row;
 }

@@ -91,10 +91,4 @@ SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
   return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledBucketBits};
 }
 
-SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {
-  const bool fill_device = queries * kSelectCluster > p.device.cluster_sms;
-  if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys || fill_device) return {0, 0, 0};
-  return {kClusterSelectWarps, kSelectCluster, 0};
-}
-
 }  // namespace hopwell::ops::lightning_indexer

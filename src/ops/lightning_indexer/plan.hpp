@@ -70,7 +70,7 @@ HOPWELL_HOST_DEVICE int wgmma_groups_per_slice(int key_blocks, int groups, int t
 }
 
 // The CTAs that select for a query.
-inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kClusterSelectWarps = 16, kMaxBucketBits = 14;
+inline constexpr int kMaxSelectWarps = 32, kClusterSelectWarps = 16, kMaxBucketBits = 14;
 struct SelectPlan {
   int warps;  // per CTA
   std::uint32_t cluster;
@@ -81,8 +81,17 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries);
 inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledBucketBits = 12;
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries);
 inline constexpr int kKeysOfPart = 131'072;
-// Selection by a cluster that holds the row in shared memory. cluster 0: a single CTA is at least as fast, because the
-// row is short or the clusters would run in several waves; or the row is too long.
-SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries);
+// Selection by clusters that hold a row each in shared memory. They have the most CTAs with which all clusters run at
+// the same time. cluster 0: there is no such number, or the row is too short or too long.
+// clusters_that_fit(CTAs of a cluster): how many clusters the device runs at the same time.
+inline constexpr int kMostClusterCtas = 8, kMostKeysOfClusterCta = 32'768;
+template <class ClustersThatFit>
+SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries, const ClustersThatFit& clusters_that_fit) {
+  if (p.s_kv < kLeastSampledKeys) return {0, 0, 0};
+  for (int ctas = kMostClusterCtas; ctas > 1; ctas /= 2)
+    if (p.s_kv <= ctas * kMostKeysOfClusterCta && clusters_that_fit(ctas) >= queries)
+      return {kClusterSelectWarps, static_cast<std::uint32_t>(ctas), 0};
+  return {0, 0, 0};
+}
 
 }  // namespace hopwell::ops::lightning_indexer

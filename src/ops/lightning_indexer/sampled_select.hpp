@@ -99,14 +99,16 @@ HOPWELL_DEVICE Samples load_samples(const QueryRow& row, const SampleRounds& rou
   return samples;
 }
 
-// Buckets around the mean of a warp's samples.
+// Buckets around the mean of a warp's samples. A sample that is not finite has no distance from it.
 HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
   constexpr float kReach = SampledSelectConfig::kReach, kCount = 32 * SampledSelectConfig::kSamples;
-  const float one = arch::shuffle(samples.score[0], 0);  // equal samples have no distance from their mean
+  const auto is_finite = [](float score) { return fabsf(score) < INFINITY; };
+  const float first_of_warp = arch::shuffle(samples.score[0], 0);
+  const float one = is_finite(first_of_warp) ? first_of_warp : 0;  // equal samples have no distance from their mean
   float sum = 0, distances = 0;
-  for (const float score : samples.score) sum += score - one;
+  for (const float score : samples.score) sum += is_finite(score) ? score - one : 0;
   const float mean = one + tile::sum_of_warp(sum) / kCount;
-  for (const float score : samples.score) distances += fabsf(score - mean);
+  for (const float score : samples.score) distances += is_finite(score) ? fabsf(score - mean) : 0;
   const float deviation = tile::sum_of_warp(distances) / kCount;
   const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kBuckets);
   return {first, width, 1 / width, -first / width};
