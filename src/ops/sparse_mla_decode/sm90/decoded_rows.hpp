@@ -16,6 +16,7 @@
 
 #include <utility>
 
+#include "arch/sm90/convert.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_decode/sm90/key_tiles.hpp"
 #include "tile/gpu/e4m3.hpp"
@@ -91,8 +92,10 @@ HOPWELL_DEVICE void store_decoded(const arch::Words4& codes, uint32_t to, const 
 // The same in fp32, as the operator defines the values: for NaN codes and for scales that ScaledCodes does not support.
 HOPWELL_DEVICE void store_decoded_exactly(const arch::Words4& codes, float scale, uint32_t to) {
   store_decoded(codes, to, [&](uint32_t word, bool odd) {
-    const uint32_t pair = odd ? word >> 8 : word;
-    return arch::pack_bf16(tile::e4m3_to_float(pair & 0xff) * scale, tile::e4m3_to_float(pair >> 16 & 0xff) * scale);
+    const uint32_t pair = odd ? arch::permute_bytes<0x31>(word, 0) : arch::permute_bytes<0x20>(word, 0);
+    const uint32_t values = arch::unpack_e4m3(uint16_t(pair));
+    return arch::pack_bf16(arch::to_float(arch::fp16{uint16_t(values)}) * scale,
+                           arch::to_float(arch::fp16{uint16_t(values >> 16)}) * scale);
   });
 }
 
@@ -156,11 +159,12 @@ struct TileDecoder {
   using Codes = PartCodes<Tile>;
   static constexpr bool kPlain = Tile::kPlainPanel >= 0;
   unsigned char (&stage)[Tile::kStageBytes];
-  bool has_row;  // whether the tile has a key for the thread's row
+  bool& exactly;  // whether to decode in fp32 at once, because a row of this thread needed it
+  bool has_row;   // whether the tile has a key for the thread's row
   Codes codes;
 
-  HOPWELL_DEVICE TileDecoder(unsigned char (&of_tile)[Tile::kStageBytes], int keys)
-      : stage(of_tile), has_row(DequantLane().row<Tile>() < keys) {}
+  HOPWELL_DEVICE TileDecoder(unsigned char (&of_tile)[Tile::kStageBytes], int keys, bool& needed_fp32)
+      : stage(of_tile), exactly(needed_fp32), has_row(DequantLane().row<Tile>() < keys) {}
 
   // The caller publishes part 0. The codes of the first two panels of part 1 are in registers then.
   HOPWELL_DEVICE void decode_part_0() {
@@ -169,12 +173,18 @@ struct TileDecoder {
       for (int i = 0; i < 2; ++i) codes.codes[i] = load(0, i);
       codes.scales.template load<0>(row(), DequantLane().piece());
     }
-    // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
-    const bool is_right = codes.template decode<0>(panel(0), [&](int i) {
-      constexpr int kPanels = Codes::panels(0);
-      if (has_row) codes.codes[i % 2] = i + 2 < kPanels ? load(0, i + 2) : load(1, i + 2 - kPanels);
-    });
-    if (!has_row || is_right) return;
+    if (has_row && exactly) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < 2; ++i) codes.codes[Codes::at(1, i)] = load(1, i);
+    } else {
+      // After panel i, loads panel i + 2. The last two loads are panels 0 and 1 of part 1.
+      const bool is_right = codes.template decode<0>(panel(0), [&](int i) {
+        constexpr int kPanels = Codes::panels(0);
+        if (has_row) codes.codes[i % 2] = i + 2 < kPanels ? load(0, i + 2) : load(1, i + 2 - kPanels);
+      });
+      if (!has_row || is_right) return;
+      exactly = Tile::kRemembersFp32;
+    }
     HOPWELL_NO_UNROLL
     for (int i = 0; i < Codes::panels(0); ++i)
       store_decoded_exactly(load(0, i), codes.scales.template value<0>(i), panel(i));
@@ -199,8 +209,11 @@ struct TileDecoder {
       arch::store_shared_v4(panel(Tile::kPlainPanel), columns.even);
       arch::store_shared_v4(panel(Tile::kPlainPanel) ^ 16, columns.odd);
     }
-    const bool is_right = codes.template decode<1>(panel(Tile::kPanelsOfPart), [](int) {});
-    if (!has_row || is_right) return;
+    if (!has_row || !exactly) {
+      const bool is_right = codes.template decode<1>(panel(Tile::kPanelsOfPart), [](int) {});
+      if (!has_row || is_right) return;
+      exactly = Tile::kRemembersFp32;
+    }
     if constexpr (Codes::at(1, 0) == 1) std::swap(codes.codes[0], codes.codes[1]);
     HOPWELL_NO_UNROLL
     for (int i = 0; i < Codes::panels(1); ++i) {
@@ -227,8 +240,9 @@ struct TileDecoder {
 // Decodes the rows of all tiles.
 template <class Tile>
 HOPWELL_DEVICE void decode_rows(const SplitParams& p, KeyTiles<Tile>& s, KeyPanels<Tile>& panels) {
+  bool exactly = false;
   for_each_tile(p, s, [&](const auto& slot, int keys) {
-    TileDecoder<Tile> decoder(panels[slot.stage()], keys);
+    TileDecoder<Tile> decoder(panels[slot.stage()], keys, exactly);
     decoder.decode_part_0();
     arch::fence_proxy_async();
     slot.commit(0);
