@@ -429,7 +429,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .data = Data::kIntegers,
         .positions = Positions::kStart,
         .q_start = -5}},
-      // The more queries a call has, the fewer CTAs a cluster has that selects for one of them: here four, and two.
+      // Clusters select. A call with more queries has clusters of fewer CTAs: here of four, and of two.
       {"long_rows_of_four_ctas",
        {.s_q = 6, .s_kv = 4500, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
       {"long_rows_of_two_ctas",
