@@ -346,9 +346,10 @@ __global__ void __launch_bounds__(ClusterSelectConfig::kThreads, 1)
   constexpr int kWarps = ClusterSelectConfig::kWarps;
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int rank = int(arch::cluster_rank());
-  // Reads inputs only. They are complete, because the score kernel does not start early.
+  // Reads inputs only. They are complete: the kernel before this one has waited for all earlier kernels.
   const auto row = row_of(p, arch::block_index() / kCtas);
   tile::wait_for_prior_kernels();
+  tile::launch_dependents();
   if (row.visible <= p.topk) return write_visible(p, s.guess.of_warp[0], row, {rank, kCtas});
   const WarpScores scores(s, row.visible, kCtas);
   Bounds bounds{ClusterSelectConfig::kLowest,

@@ -494,6 +494,7 @@ template <int kWarps, class Params>
 __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
     lightning_indexer_select_sampled(const __grid_constant__ Params p) {
   tile::wait_for_prior_kernels();
+  tile::launch_dependents();
   const auto row = row_of(p, arch::block_index());
   if (row.visible <= p.topk) return write_visible(p, arch::dynamic_smem<SelectStorage>().of_warp, row);
   const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;

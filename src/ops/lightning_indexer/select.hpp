@@ -320,6 +320,7 @@ HOPWELL_DEVICE void select_row(const Params& p, SelectStorage& s, const Row& row
 template <class Params>
 __global__ void __launch_bounds__(32 * kMaxSelectWarps) lightning_indexer_select(const __grid_constant__ Params p) {
   tile::wait_for_prior_kernels();
+  tile::launch_dependents();
   auto& s = arch::dynamic_smem<SelectStorage>();
   const auto row = row_of(p, arch::block_index());
   if (row.visible <= p.topk) return write_visible(p, s.of_warp, row);

@@ -23,6 +23,7 @@
 #include "ops/mla_cache_append/op.hpp"
 #include "ops/mla_cache_append/row.hpp"
 #include "tile/divisor.hpp"
+#include "tile/gpu/dependency.hpp"
 #include "tile/gpu/numbers.hpp"
 
 namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET {
@@ -371,6 +372,8 @@ HOPWELL_DEVICE void store_row(const Params& p, const Row& row, uint8_t* data, ui
 template <class Encode, int kPacks>
 __global__ void __launch_bounds__(Config::kThreads, 4) mla_cache_append_rows(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<SharedStorage>();
+  tile::wait_for_prior_kernels();
+  tile::launch_dependents();
   const int64_t begin = arch::block_index() * p.rows_of_cta, end = std::min(begin + p.rows_of_cta, p.n);
   for (int64_t first = begin; first < end; first += Config::kRows) {
     const int rows = int(std::min<int64_t>(end - first, Config::kRows));

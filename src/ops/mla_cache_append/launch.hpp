@@ -58,10 +58,11 @@ void launch(const Problem& problem, Stream stream) {
   params.rows_of_cta = tile::ceil_div(problem.n, 4 * problem.device.sms);
   // 16 columns a lane need fewer instructions a column, but leave lanes idle if a row has 128 columns.
   const bool is_long = params.format.codes >= 256 && params.format.codes % 16 == 0;
-  runtime::launch(
-      "mla_cache_append", is_long ? mla_cache_append_rows<Encode, 4> : mla_cache_append_rows<Encode, 1>,
-      runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage)),
-      stream, params);
+  arch::LaunchShape shape =
+      runtime::shape_of_ctas(tile::ceil_div(problem.n, params.rows_of_cta), Config::kThreads, sizeof(SharedStorage));
+  shape.programmatic_dependency = problem.device.has_dependent_launches();
+  runtime::launch("mla_cache_append", is_long ? mla_cache_append_rows<Encode, 4> : mla_cache_append_rows<Encode, 1>,
+                  shape, stream, params);
 }
 
 }  // namespace hopwell::ops::mla_cache_append::HOPWELL_TARGET

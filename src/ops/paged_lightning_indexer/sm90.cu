@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(indexer::ScoreConfig<T>::kThreads, 1)
     s.item_ring.init(1, Sm90Storage<T>::kWarps - 1);  // kept: barriers of key tiles order the last reads too
     arch::fence_mbarrier_init();
   }
+  tile::wait_for_prior_kernels();
   if (first_item<Config::kKeys>(p.task, s.work).left == 0) return;
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < Config::kGroups) {
@@ -249,8 +250,8 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
     const auto few =
         problem.h_index == 64 ? paged_lightning_indexer_score_few_sm90<64> : paged_lightning_indexer_score_few_sm90<32>;
     const std::int64_t ctas = ctas_of(problem, plan.problem, count, few_queries::Config::kKeys, problem.device.sms);
-    const arch::LaunchShape shape =
-        runtime::shape_of_ctas(ctas, few_queries::Config::kThreads, sizeof(few_queries::Storage));
+    arch::LaunchShape shape = runtime::shape_of_ctas(ctas, few_queries::Config::kThreads, sizeof(few_queries::Storage));
+    shape.programmatic_dependency = true;
     return runtime::launch(kName, few, shape, stream, p);
   }
   // Without relu, which is rare, only the variant for any h_index is compiled.
@@ -260,7 +261,9 @@ void launch_score(const Problem& problem, const Plan& plan, void* workspace, std
                       : problem.h_index % tile::kHeadTile == 0 ? paged_lightning_indexer_score_sm90<128, true, T>
                                                                : paged_lightning_indexer_score_sm90<0, true, T>;
   const std::int64_t ctas = ctas_of(problem, plan.problem, count, Config::kKeys, problem.device.sms);
-  runtime::launch(kName, kernel, runtime::shape_of_ctas(ctas, Config::kThreads, sizeof(Sm90Storage<T>)), stream, p);
+  arch::LaunchShape shape = runtime::shape_of_ctas(ctas, Config::kThreads, sizeof(Sm90Storage<T>));
+  shape.programmatic_dependency = true;
+  runtime::launch(kName, kernel, shape, stream, p);
 }
 
 void launch(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {

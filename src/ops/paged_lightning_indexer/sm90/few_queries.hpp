@@ -17,6 +17,7 @@
 #include <bit>
 
 #include "ops/paged_lightning_indexer/sm90/params.hpp"
+#include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::paged_lightning_indexer::HOPWELL_TARGET {
 namespace few_queries {
@@ -205,6 +206,7 @@ __global__ void __launch_bounds__(few_queries::Config::kThreads, 1)
     s.sequence_ring.init(1, 4 * Config::kGroups);
     arch::fence_mbarrier_init();
   }
+  tile::wait_for_prior_kernels();
   if (first_item<Config::kKeys>(p.task, s.work).left == 0) return;
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < Config::kGroups) {
