@@ -11,7 +11,7 @@ from pathlib import Path
 
 MOST_BYTES = 60e6
 # The code of 8.0 runs on 8.6 and 8.9, the code of 10.0 on 10.3; sm90.cu is for 9.0a, sm100.cu for the family 10.0f.
-MACHINE_CODE, PTX = {80, 90, 100, 120}, {80, 90, 100}
+MACHINE_CODE, PTX = {80, 90, 100, 120}, {90, 100}
 # nvcc's format (cuobjdump lists the same): a header with a magic number, its own size and the size of the rest; then
 # entries, each with its kind, its header's size, its own size and the GPU.
 MAGIC, HEADER, ENTRY, GPU = struct.pack("<I", 0xBA55ED50), struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 28
