@@ -279,9 +279,10 @@ HOPWELL_DEVICE Counts count_orders(const SampledSelectStorage& s, int listed, ui
 
 struct ClusterThreshold {
   SplitTies ties;
-  int listed;        // candidates of this warp. All of its selected keys are among them
-  int orders;        // length of the part of s.orders that is from CTAs before this one. It is not counted yet
-  int above, equal;  // counts of the other scores of the CTAs before this one
+  int candidates;  // of this warp. All of its selected keys are among them
+  // Of the CTAs before this one: length of their part of s.orders, which is not counted yet, and counts of their other
+  // scores.
+  int orders_before, above_before, equal_before;
 };
 template <class Params>
 HOPWELL_DEVICE ClusterThreshold find_threshold(const Params& p, SampledSelectStorage& s, ClusterCounter& counter,
@@ -318,14 +319,14 @@ HOPWELL_DEVICE float score_of(uint32_t order) {
 template <class Row>
 HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const ClusterCounter& counter,
                                const Row& row, const WarpScores& scores, const ClusterThreshold& threshold) {
-  const auto [ties, listed, orders, above, equal] = threshold;
+  const auto [ties, candidates, orders, above, equal] = threshold;
   const uint32_t of_orders = count_orders(s.guess, orders, ties.order).packed();
   const int warp = arch::warp_index();
   if (arch::lane_index() == 0) s.of_lists[warp] = of_orders;
-  const Counts before = counter.before_in_cta(count_candidates(scores, listed, ties.order));
+  const Counts before = counter.before_in_cta(count_candidates(scores, candidates, ties.order));
   const Counts of_lists = sum_of_warps(s.of_lists, ClusterSelectConfig::kWarps);
   int above_before = above + of_lists.first + before.first, equal_before = equal + of_lists.second + before.second;
-  for_each_candidate(scores, listed, [&](int key, uint32_t order) {
+  for_each_candidate(scores, candidates, [&](int key, uint32_t order) {
     const bool is_above = order > ties.order, is_equal = order == ties.order;
     const uint32_t are_above = arch::ballot(is_above), are_equal = arch::ballot(is_equal);
     const int tie = equal_before + lanes_before(are_equal);
